@@ -6,11 +6,15 @@ sequence. `committed` means prompt ids followed by output ids; a *position* is t
 output token (0 = first generated token), a *start* or *base* an index into `committed`.
 """
 
+from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from outrider.actors.vocabulary import Vocabulary
 
 
 class Sampling(NamedTuple):
@@ -41,7 +45,6 @@ class Contexts:
     position: list[int] = field(default_factory=list)  # output position of the first token proposed
     num_tokens: list[int] = field(default_factory=list)  # at most so many
     sampling: list[Sampling] = field(default_factory=list)
-    freed: list[int] = field(default_factory=list)  # sequences that ended: drop their copies
     with_law: bool = False  # ratio rule: sampled tokens come with their law
 
     def __post_init__(self) -> None:
@@ -109,7 +112,18 @@ class Outcomes:
         _check_columns(self.accepted, self.next_id)
 
 
-def _check_columns(*columns: list[object] | list[int]) -> None:
+@dataclass(frozen=True)
+class LoadReport:
+    """A worker to the coordinator, once: what it loaded."""
+
+    vocabulary: "Vocabulary"
+    end_ids: tuple[int, ...]
+    max_model_len: int
+    weights_bytes: int = 0
+    cache_bytes: int = 0
+
+
+def _check_columns(*columns: Sized) -> None:
     lengths = {len(column) for column in columns}
     if len(lengths) > 1:
         raise ValueError(f"columns of one message differ in length: {sorted(lengths)}")

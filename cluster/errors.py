@@ -1,11 +1,11 @@
-"""Every error that Outrider raises on purpose; users catch a branch, the ingress maps a branch to a status.
+"""Every error that Outrider raises on purpose; users catch a branch, the ingress maps it.
 
 OutriderError
 ├── ConfigError        a setting, file or model that cannot work; the message says what to change
 ├── RequestError       a request that cannot be served as asked (HTTP 400); `param` names the field
 ├── OverloadedError    the queue is full (HTTP 429): try again later
 ├── UnavailableError   the target is down or shutting down (HTTP 503)
-└── WorkerLostError    a remote worker died, hung or answered nonsense; the coordinator recovers from it
+└── WorkerLostError    a remote worker died or hung; the coordinator recovers from it
 
 Constructors take positional arguments only: errors cross process borders by pickle.
 """

@@ -1,0 +1,386 @@
+"""The coordinator: one loop that plans, drafts, verifies and commits, round after round.
+
+A thin shell: the scheduler decides who takes part, sequences decide what an answer is, workers
+compute. The same class runs as a plain Ray actor and as a Serve deployment. It promises that a
+stream given up leaves no row and no draft's copy behind, that the loss of drafts costs only speed,
+and that the loss of the target costs a rebuild: running streams go on from their committed ids.
+"""
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
+
+from outrider.actors.draft import DraftWorker
+from outrider.actors.drafting import Draft, LookupDraft, PooledDraft
+from outrider.actors.messages import LoadReport, Outcomes, Sampling
+from outrider.actors.philox import key64
+from outrider.actors.requests import Delta, GenerateRequest, ModelCard
+from outrider.actors.scheduler import Batch, Plan, Scheduler
+from outrider.actors.sequence import Sequence, StopRules
+from outrider.actors.stats import DraftStats, Stats
+from outrider.actors.target import TargetWorker
+from outrider.actors.text import Decode, TextStream
+from outrider.actors.vocabulary import explain_difference, load_tokenizer
+from outrider.cluster.config import DraftModelSpec, Settings
+from outrider.cluster.errors import (
+    ConfigError,
+    OutriderError,
+    RequestError,
+    UnavailableError,
+    WorkerLostError,
+)
+from outrider.cluster.group import TargetGroup, rank_options
+from outrider.cluster.logs import log_to_terminal
+from outrider.cluster.models import resolve
+from outrider.cluster.pool import draft_options, make_actor
+
+logger = logging.getLogger(__name__)
+
+_REBUILD_ATTEMPTS = 3
+_SEED_BITS = 63  # a drawn seed fits a signed 64-bit integer, so that it can be sent back
+
+MakeDecode = Callable[[Settings], Decode]
+
+
+def decode_with_tokenizer(settings: Settings) -> Decode:
+    """The target's tokenizer as a function from ids to text, special tokens skipped."""
+    files = resolve(settings.target.model, settings.target.revision)
+    tokenizer = load_tokenizer(files, settings.target.tokenizer)
+
+    def decode(ids: list[int]) -> str:
+        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    return decode
+
+
+@dataclass
+class _Stream:
+    """One request being served: where its deltas or its error go."""
+
+    sequences: list[Sequence]
+    items: asyncio.Queue[list[Delta] | Exception] = field(default_factory=asyncio.Queue)
+
+
+class Coordinator:
+    """Serves one model; `start` first, then `generate` from any number of callers."""
+
+    _decode: Decode
+    _report: LoadReport
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        target_class: type = TargetWorker,
+        draft_class: type = DraftWorker,
+        make_decode: MakeDecode = decode_with_tokenizer,
+    ) -> None:
+        # A GPU that Ray did not give to this process must not be touched by it (Ray >= 2.56 shows
+        # all GPUs to actors that asked for none).
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        log_to_terminal()
+        self._settings = settings
+        self._draft_class = draft_class
+        self._make_decode = make_decode
+        self.stats = Stats(drafts={draft.name: DraftStats() for draft in settings.drafts})
+        target = settings.target
+        self._target = TargetGroup(
+            lambda rank: make_actor(
+                target_class, rank_options(target, rank), target, rank, settings.timeouts.round_s
+            ),
+            target.tensor_parallel_size,
+            load_timeout_s=settings.timeouts.load_s,
+            call_timeout_s=settings.timeouts.round_s,
+        )
+        self._drafts: list[Draft] = []
+        self.scheduler = Scheduler(
+            num_rows=target.max_num_seqs,
+            max_queued=target.max_queued,
+            max_num_batched_tokens=target.max_num_batched_tokens,
+            stats=self.stats,
+        )
+        self._alive: dict[int, Sequence] = {}
+        self._streams: dict[int, _Stream] = {}  # by sequence
+        self._ids = itertools.count()
+        self._seeds = None if settings.seed is None else random.Random(settings.seed)
+        self._work = asyncio.Event()
+        self._loop: asyncio.Task[None] | None = None
+        self._created = int(time.time())
+
+    async def start(self) -> None:
+        """Make and load every worker, and begin to serve. ConfigError says what cannot work."""
+        settings = self._settings
+        self._decode, self._report = await asyncio.gather(
+            asyncio.to_thread(self._make_decode, settings), self._target.start()
+        )
+        try:
+            for spec in settings.drafts:
+                if isinstance(spec, DraftModelSpec):
+                    self._drafts.append(await self._start_draft(spec))
+                else:
+                    self._drafts.append(LookupDraft(spec, self.stats.drafts[spec.name]))
+        except BaseException:
+            self.shutdown()
+            raise
+        self._loop = asyncio.create_task(self._run())
+        self._loop.add_done_callback(self._on_loop_end)
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[list[Delta], None]:
+        """Serve one request: items hold the new ids and text of one or more of its sequences.
+
+        Raises RequestError, OverloadedError or UnavailableError; closing the generator gives the
+        request up.
+        """
+        self._check_running()
+        sequences = self._make_sequences(request)
+        self.scheduler.submit(sequences)
+        stream = _Stream(sequences)
+        for sequence in sequences:
+            self._alive[sequence.id] = sequence
+            self._streams[sequence.id] = stream
+        self.stats.prompt_tokens += sum(map(len, request.prompts))
+        self._work.set()
+        num_open = len(sequences)
+        try:
+            while num_open:
+                item = await stream.items.get()
+                if isinstance(item, Exception):
+                    raise item
+                num_open -= sum(delta.finish_reason is not None for delta in item)
+                yield item
+        finally:
+            given_up = [s for s in sequences if s.id in self._alive]
+            if given_up:
+                self.stats.finished["abort"] += len(given_up)
+                self._forget(given_up)
+
+    async def describe(self) -> ModelCard:
+        """What is served."""
+        return ModelCard(
+            self._settings.model_name,
+            self._report.max_model_len,
+            self._report.vocabulary.size,
+            self._created,
+        )
+
+    async def check_health(self) -> None:
+        """Raise UnavailableError unless requests are being served."""
+        self._check_running()
+
+    async def usage(self) -> Mapping[str, int]:
+        """What is held now: sequences waiting and running, rows, draft copies accounted for."""
+        return {
+            "waiting": self.scheduler.num_waiting,
+            "running": self.scheduler.num_running,
+            "free_rows": self.scheduler.num_free_rows,
+            "streams": len(self._streams),
+            "draft_copies": sum([await draft.num_copies() for draft in self._drafts]),
+        }
+
+    async def snapshot(self) -> Stats:
+        """The counters now."""
+        return self.stats
+
+    def shutdown(self) -> None:
+        """End the loop and every worker."""
+        if self._loop is not None:
+            self._loop.cancel()
+        for draft in self._drafts:
+            draft.kill()
+        self._target.kill()
+
+    # ---- the loop -------------------------------------------------------------------------
+
+    async def _run(self) -> None:
+        """Plan, draft, verify, commit; waiting for drafts no longer than their deadlines."""
+        while True:
+            await self._work.wait()
+            if not self.scheduler.has_work:
+                self._work.clear()
+                continue
+            plan = self.scheduler.plan()
+            await self._propose(plan)
+            batch = self.scheduler.batch(plan)
+            outcomes = await self._verify(batch)
+            if outcomes is not None:
+                self._publish(self.scheduler.commit(batch, outcomes))
+
+    async def _propose(self, plan: Plan) -> None:
+        """Ask the drafts in their order; each only for the sequences still without a proposal."""
+        for draft in self._drafts:
+            wanting = self.scheduler.wanting(plan, draft.num_speculative_tokens)
+            if wanting:
+                await draft.propose(wanting, self._alive)
+
+    async def _verify(self, batch: Batch) -> Outcomes | None:
+        """One pass of the target; None when it was lost, after it is rebuilt."""
+        if not batch.sequences:
+            return None
+        try:
+            outcomes: Outcomes = await self._target.call("verify", batch.rows)
+            return outcomes
+        except WorkerLostError as error:
+            logger.warning("%s; it is rebuilt, running streams go on", error)
+        except RayTaskError as error:
+            # The pass itself failed: its sequences end, else they would fail again for ever.
+            logger.exception("a pass failed; its %d sequences end", len(batch.sequences))
+            self._fail(batch.sequences, UnavailableError(f"the target failed: {error.cause!r}"))
+            if self._settings.target.tensor_parallel_size == 1:
+                return None  # with more ranks, the others may still wait inside a collective
+        await self._rebuild()
+        return None
+
+    async def _rebuild(self) -> None:
+        """Make the target anew; every running sequence is prefilled again by the next rounds."""
+        self.scheduler.forget_cache()
+        self._target.kill()
+        for attempt in range(1, _REBUILD_ATTEMPTS + 1):
+            try:
+                self._report = await self._target.start()
+                return
+            except OutriderError as error:
+                logger.warning("target rebuild %d failed: %s", attempt, error)
+                if attempt == _REBUILD_ATTEMPTS:
+                    raise UnavailableError(f"the target cannot be rebuilt: {error}") from None
+
+    def _publish(self, deltas: Iterable[tuple[Sequence, Delta]]) -> None:
+        """Hand each stream its deltas of this round in one item; forget the finished."""
+        items: dict[int, list[Delta]] = defaultdict(list)
+        streams: dict[int, _Stream] = {}
+        finished = []
+        for sequence, delta in deltas:
+            stream = self._streams[sequence.id]
+            streams[id(stream)] = stream
+            items[id(stream)].append(delta)
+            if delta.finish_reason is not None:
+                finished.append(sequence)
+        for key, stream in streams.items():
+            stream.items.put_nowait(items[key])
+        self._forget(finished)
+
+    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """End sequences with an error; the other answers of the same request end with them."""
+        streams = {id(s): s for s in map(self._streams.get, (q.id for q in sequences)) if s}
+        for stream in streams.values():
+            stream.items.put_nowait(error)
+            ended = [s for s in stream.sequences if s.id in self._alive]
+            self.stats.finished["error"] += len(ended)
+            self._forget(ended)
+
+    def _forget(self, sequences: list[Sequence]) -> None:
+        """Free everything that belongs to sequences, wherever it is."""
+        ids = [sequence.id for sequence in sequences]
+        self.scheduler.remove(ids)
+        for id_ in ids:
+            self._alive.pop(id_, None)
+            self._streams.pop(id_, None)
+        for draft in self._drafts:
+            draft.forget(ids)
+
+    def _on_loop_end(self, loop: asyncio.Task[None]) -> None:
+        error: BaseException | None = None if loop.cancelled() else loop.exception()
+        if error is not None:
+            logger.error("the serving loop ended", exc_info=error)
+        reason = error if isinstance(error, OutriderError) else "the serving loop ended"
+        self._fail(list(self._alive.values()), UnavailableError(str(reason)))
+
+    def _check_running(self) -> None:
+        if self._loop is None:
+            raise UnavailableError("the coordinator has not started")
+        if self._loop.done():
+            raise UnavailableError("the serving loop has ended: restart the coordinator")
+
+    # ---- making things --------------------------------------------------------------------
+
+    def _make_sequences(self, request: GenerateRequest) -> list[Sequence]:
+        sequences = []
+        for number, prompt in enumerate(request.prompts):
+            room = self._room(prompt)
+            seed = self._draw_seed() if request.seed is None else request.seed
+            rules = StopRules(
+                max_tokens=min(request.max_tokens or room, room),
+                end_ids=frozenset() if request.ignore_eos else frozenset(self._report.end_ids),
+                stop_ids=frozenset(request.stop_token_ids),
+                stop=request.stop,
+            )
+            for choice in range(request.n):
+                sequences.append(
+                    Sequence(
+                        next(self._ids),
+                        number * request.n + choice,
+                        prompt,
+                        Sampling(
+                            request.temperature,
+                            request.top_k,
+                            request.top_p,
+                            key64(seed),
+                            choice,
+                        ),
+                        rules,
+                        TextStream(self._decode, prompt, request.stop),
+                        seed=seed,
+                        num_speculative_tokens=request.num_speculative_tokens,
+                    )
+                )
+        return sequences
+
+    def _room(self, prompt: list[int]) -> int:
+        """Tokens that may follow the prompt: at least one."""
+        longest, size = self._report.max_model_len, self._report.vocabulary.size
+        if not prompt or not all(0 <= id_ < size for id_ in prompt):
+            raise RequestError(f"a prompt is one or more token ids below {size}", "prompt")
+        if len(prompt) >= longest:
+            raise RequestError(
+                f"this model's maximum context length is {longest} tokens, but the prompt has "
+                f"{len(prompt)}: leave room for at least one more",
+                "prompt",
+            )
+        return longest - len(prompt)
+
+    def _draw_seed(self) -> int:
+        if self._seeds is None:
+            return secrets.randbits(_SEED_BITS)
+        return int(self._seeds.getrandbits(_SEED_BITS))
+
+    async def _start_draft(self, spec: DraftModelSpec) -> PooledDraft:
+        settings, target = self._settings, self._report
+
+        def make(spec: DraftModelSpec, index: int) -> ActorHandle[Any]:
+            return make_actor(
+                self._draft_class,
+                draft_options(spec),
+                spec,
+                index,
+                settings.target.max_num_seqs,
+                settings.decoding.draft_top_k,
+            )
+
+        draft = PooledDraft(
+            spec,
+            make,
+            self.stats.drafts[spec.name],
+            settings.timeouts,
+            vocabulary_size=target.vocabulary.size,
+            with_law=settings.decoding.verification == "ratio",
+        )
+        report = await draft.start()
+        difference = explain_difference(target.vocabulary, report.vocabulary)
+        if difference is not None:
+            draft.kill()
+            raise ConfigError(
+                f"draft {spec.name}: {difference}; a draft must have the target's vocabulary: "
+                "choose one of the same family"
+            )
+        return draft

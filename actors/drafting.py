@@ -1,0 +1,208 @@
+"""The drafts as the coordinator sees them: asked for a round, heard late, forgotten, lost.
+
+A thin shell: which ids go out and what becomes of proposals is the ledger's; how long to wait is
+the pace's; lives and deaths are the pool's.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from ray.actor import ActorHandle
+
+from outrider.actors.ledger import Ledger
+from outrider.actors.lookup import PromptLookup
+from outrider.actors.messages import Contexts, LoadReport, Proposals
+from outrider.actors.pace import Pace
+from outrider.actors.sequence import Proposal, Sequence
+from outrider.actors.stats import DraftStats
+from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, TimeoutsSpec
+from outrider.cluster.errors import WorkerLostError
+from outrider.cluster.pool import DraftPool, PoolMember
+
+logger = logging.getLogger(__name__)
+
+
+class Draft(Protocol):
+    """One entry of `drafts`: it proposes for many sequences at once."""
+
+    name: str
+    num_speculative_tokens: int
+
+    async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
+        """Give each sequence a proposal if there is one in time. `alive`: all sequences, by id."""
+
+    def forget(self, sequences: list[int]) -> None:
+        """These sequences ended: drop what is kept of them."""
+
+    async def num_copies(self) -> int:
+        """Sequences of which anything is kept, on either side of the wire."""
+
+    def kill(self) -> None:
+        """End every actor behind it."""
+
+
+class LookupDraft:
+    """Prompt lookup, in the coordinator's own process."""
+
+    def __init__(self, spec: PromptLookupSpec, stats: DraftStats) -> None:
+        self.name = spec.name
+        self.num_speculative_tokens = spec.num_speculative_tokens
+        self._stats = stats
+        self._lookup = PromptLookup(spec.prompt_lookup_min, spec.prompt_lookup_max)
+
+    async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
+        """Look every sequence up; those without a recurring n-gram get nothing."""
+        begin = time.perf_counter()
+        for sequence in sequences:
+            length = sequence.draft_length(self.num_speculative_tokens)
+            ids = self._lookup.propose(sequence.id, sequence.committed, length)
+            if ids:
+                sequence.proposal = Proposal(self.name, len(sequence.committed), ids)
+        self._stats.seconds += time.perf_counter() - begin
+
+    def forget(self, sequences: list[int]) -> None:
+        """Drop the sequences' n-grams."""
+        self._lookup.forget(sequences)
+
+    async def num_copies(self) -> int:
+        """Sequences whose n-grams are kept."""
+        return len(self._lookup)
+
+    def kill(self) -> None:
+        """Nothing to end."""
+
+
+class PooledDraft:
+    """A neural draft: a pool of actors, each with its ledger and pace; a sequence stays with one."""
+
+    def __init__(
+        self,
+        spec: DraftModelSpec,
+        make: "MakeDraft",
+        stats: DraftStats,
+        timeouts: TimeoutsSpec,
+        *,
+        vocabulary_size: int,
+        with_law: bool,
+    ) -> None:
+        self.name = spec.name
+        self.num_speculative_tokens = spec.num_speculative_tokens
+        self._stats = stats
+        self._pool = DraftPool(
+            f"draft {spec.name}",
+            lambda index: make(spec, index),
+            spec.replicas,
+            load_timeout_s=timeouts.load_s,
+            silence_s=timeouts.draft_s,
+            on_lost=self._on_lost,
+        )
+        self._ledgers = [
+            Ledger(
+                spec.name, spec.num_speculative_tokens, vocabulary_size, stats, with_law=with_law
+            )
+            for _ in self._pool.members
+        ]
+        self._paces = [Pace(timeouts.draft_s) for _ in self._pool.members]
+        self._calls: list[asyncio.Task[None] | None] = [None for _ in self._pool.members]
+        self._home: dict[int, int] = {}  # sequence -> member
+        self._frees: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> LoadReport:
+        """Load every actor."""
+        reports = await self._pool.start()
+        report: LoadReport = reports[0]
+        return report
+
+    async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
+        """One batched call per living member; waits for each no longer than its deadline."""
+        waits = []
+        for index, group in self._by_member(sequences).items():
+            if self._calls[index] is not None:
+                self._stats.fallbacks["busy"] += len(group)
+                continue
+            contexts = self._ledgers[index].contexts(group)
+            work = sum(map(len, contexts.ids)) + sum(contexts.num_tokens)
+            call = asyncio.create_task(self._call(index, contexts, work, alive))
+            self._calls[index] = call
+            waits.append(self._wait(call, self._paces[index].deadline_s(work), group))
+        await asyncio.gather(*waits)
+
+    def forget(self, sequences: list[int]) -> None:
+        """Free the copies that members may hold, in one call each."""
+        for id in sequences:
+            self._home.pop(id, None)
+        for member, ledger in zip(self._pool.members, self._ledgers, strict=True):
+            held = ledger.forget(sequences)
+            if held and member.is_living:
+                task = asyncio.create_task(self._free(member, held))
+                self._frees.add(task)
+                task.add_done_callback(self._frees.discard)
+
+    async def num_copies(self) -> int:
+        """Copies in the living actors, and sequences accounted for."""
+        counted = sum(map(len, self._ledgers))
+        for member in self._pool.members:
+            if member.is_living:
+                counted += await member.call("num_copies")
+        return counted
+
+    def kill(self) -> None:
+        """End every actor."""
+        for call in self._calls:
+            if call is not None:
+                call.cancel()
+        self._pool.kill()
+
+    def _by_member(self, sequences: Iterable[Sequence]) -> dict[int, list[Sequence]]:
+        """Sequences by the living member they stay with; new ones go to the least loaded."""
+        living = [member.index for member in self._pool.members if member.is_living]
+        groups: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            if not living:
+                self._stats.fallbacks["no_draft"] += 1
+                continue
+            home = self._home.get(sequence.id)
+            if home not in living:
+                home = min(living, key=lambda index: len(self._ledgers[index]))
+                self._home[sequence.id] = home
+                self._ledgers[home].expect(sequence.id)
+            groups.setdefault(home, []).append(sequence)
+        return groups
+
+    async def _call(
+        self, index: int, contexts: Contexts, work: int, alive: Mapping[int, Sequence]
+    ) -> None:
+        begin = time.monotonic()
+        try:
+            proposals: Proposals = await self._pool.members[index].call("propose", contexts)
+            self._paces[index].record(work, time.monotonic() - begin)
+            self._ledgers[index].receive(proposals, alive)
+        except WorkerLostError:
+            self._stats.fallbacks["lost"] += len(contexts.sequence)
+        finally:
+            self._calls[index] = None
+
+    async def _wait(self, call: asyncio.Task[None], limit_s: float, group: list[Sequence]) -> None:
+        done, _ = await asyncio.wait({call}, timeout=limit_s)
+        if not done:
+            self._stats.fallbacks["deadline"] += len(group)
+
+    async def _free(self, member: PoolMember, sequences: list[int]) -> None:
+        try:
+            await member.call("free", sequences)
+        except WorkerLostError:
+            pass  # the copies died with the actor
+
+    def _on_lost(self, index: int) -> None:
+        self._stats.deaths += 1
+        self._ledgers[index].begin_epoch()
+
+
+class MakeDraft(Protocol):
+    """Makes the actor behind one member of a pool."""
+
+    def __call__(self, spec: DraftModelSpec, index: int) -> ActorHandle[Any]:
+        """Start the actor."""

@@ -1,0 +1,84 @@
+"""The text of one answer as its ids arrive: whole characters, and nothing a stop string may claim.
+
+`decode` turns ids into text (a tokenizer's, special tokens skipped). Some tokenizers decode an id
+by its neighbours (leading spaces), so text is read off a window that begins with the prompt's end.
+"""
+
+from collections.abc import Callable, Sequence
+
+Decode = Callable[[list[int]], str]
+
+_INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+_CONTEXT_IDS = 6  # enough of the prompt to tell whether the first id follows a space
+
+
+class TextStream:
+    """Incremental detokenisation with stop strings.
+
+    `matched` is the stop string that was completed, else None; after a match nothing is released.
+    """
+
+    def __init__(self, decode: Decode, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
+        self._decode = decode
+        self._stop = stop
+        self.matched: str | None = None
+        context = list(prompt[-_CONTEXT_IDS:])
+        text = decode(context)
+        if text.endswith(_INCOMPLETE):
+            context, text = [], ""  # the prompt ends inside a character: the answer stands alone
+        self._ids = context
+        self._window = 0  # decoding begins here
+        self._read = len(context)  # the window's next beginning: a border between characters
+        self._given = len(text)  # characters of the window's text that were read off already
+        self._held = ""  # text that may still become a stop string
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Append ids and return the text that is certain now; how ids are grouped is no matter.
+
+        With stop strings, push one id at a time: then the id that completes a match is known.
+        """
+        if self.matched is not None:
+            return ""
+        text = self._decode(self._ids[self._window :] + list(ids))
+        if len(ids) > 1 and _INCOMPLETE in text:
+            # Some decoders read bytes by their neighbours: a block must not read unlike its ids.
+            return "".join(self.push([id]) for id in ids)
+        self._ids.extend(ids)
+        certain = text.rstrip(_INCOMPLETE)
+        new = certain[self._given :]
+        self._given += len(new)
+        if new and certain == text:
+            self._window, self._read = self._read, len(self._ids)
+            self._given = len(self._decode(self._ids[self._window :]))
+        return self._release(new)
+
+    def flush(self) -> str:
+        """Return what is held back: the answer ended without a (further) stop string."""
+        if self.matched is not None:
+            return ""
+        text = self._held + self._decode(self._ids[self._window :])[self._given :]
+        self._window = self._read = len(self._ids)
+        self._given = 0
+        self._held = ""
+        return text
+
+    def _release(self, text: str) -> str:
+        if not self._stop:
+            return text
+        text = self._held + text
+        found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
+        if found:
+            at, _, self.matched = min(found)
+            self._held = ""
+            return text[:at]
+        keep = max(_overlap(text, stop) for stop in self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a proper beginning of `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if stop.startswith(text[len(text) - size :]):
+            return size
+    return 0
