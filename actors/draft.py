@@ -192,13 +192,7 @@ class DraftWorker:
             report=reporter(f"draft {self._spec.name} {self._index}"),
         )
         self._drafter = Drafter(model, self._num_rows, self._draft_top_k)
-        return LoadReport(
-            model.vocabulary,
-            tuple(model.end_ids),
-            model.max_model_len,
-            model.weights_bytes,
-            model.cache_bytes,
-        )
+        return model.describe()
 
     @ray.method(concurrency_group="compute")
     async def propose(self, contexts: Contexts) -> Proposals:

@@ -5,6 +5,7 @@ the pace's; lives and deaths are the pool's.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Iterable, Mapping
@@ -76,7 +77,7 @@ class LookupDraft:
 
 
 class PooledDraft:
-    """A neural draft: a pool of actors, each with its ledger and pace; a sequence stays with one."""
+    """A neural draft: actors, each with its ledger and pace; a sequence stays with one of them."""
 
     def __init__(
         self,
@@ -191,10 +192,8 @@ class PooledDraft:
             self._stats.fallbacks["deadline"] += len(group)
 
     async def _free(self, member: PoolMember, sequences: list[int]) -> None:
-        try:
+        with contextlib.suppress(WorkerLostError):  # then the copies died with the actor
             await member.call("free", sequences)
-        except WorkerLostError:
-            pass  # the copies died with the actor
 
     def _on_lost(self, index: int) -> None:
         self._stats.deaths += 1

@@ -61,13 +61,7 @@ class TargetWorker:
             tp_size=spec.tensor_parallel_size,
             report=reporter(f"target rank {self._rank}"),
         )
-        return LoadReport(
-            model.vocabulary,
-            tuple(model.end_ids),
-            model.max_model_len,
-            model.weights_bytes,
-            model.cache_bytes,
-        )
+        return model.describe()
 
     @ray.method(concurrency_group="compute")
     async def verify(self, rows: Rows) -> Outcomes | None:
