@@ -1,0 +1,78 @@
+"""The Serve application: an ingress that speaks OpenAI's API, and the coordinator behind it.
+
+Both ask Ray for no CPU: the workers, which the coordinator makes, need them. The target's ranks go
+into the placement group of the coordinator's replica, so that Serve owns and frees it.
+"""
+
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+from outrider.actors.coordinator import Coordinator
+from outrider.cluster.config import Settings
+from outrider.cluster.placement import target_bundles
+from outrider.deploy.ingress import make_ingress
+from outrider.deploy.metrics import Gauge, MetricsServer, serve_metrics
+
+_ALL = 100_000  # admission is the scheduler's: Serve must not hold requests back before it
+
+
+class ServedCoordinator(Coordinator):
+    """A coordinator whose replica counts as started when every worker has loaded."""
+
+    _metrics: MetricsServer | None = None
+
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        super().__init__(settings)
+        await self.start()
+        scheduler = self.scheduler
+        gauges = {
+            "num_requests_running": Gauge(
+                "Sequences that hold a row of the KV cache.", lambda: scheduler.num_running
+            ),
+            "num_requests_waiting": Gauge(
+                "Sequences that wait for a row.", lambda: scheduler.num_waiting
+            ),
+        }
+        self._metrics = serve_metrics(settings, self.stats, gauges)
+
+    def __del__(self) -> None:
+        """End the workers when Serve stops the replica in good order."""
+        if self._metrics is not None:
+            self._metrics.close()
+        self.shutdown()
+
+
+def coordinator_options(settings: Settings) -> dict[str, Any]:
+    """Serve's options of the coordinator's deployment."""
+    options: dict[str, Any] = {
+        "name": "Coordinator",
+        "num_replicas": 1,
+        "max_ongoing_requests": _ALL,
+        "ray_actor_options": {"num_cpus": 0},
+        "health_check_period_s": 5,
+        "health_check_timeout_s": 30,
+        "graceful_shutdown_wait_loop_s": 1,
+        "graceful_shutdown_timeout_s": 10,
+        "max_constructor_retry_count": 1,
+    }
+    bundles, selectors = target_bundles(settings)
+    if bundles:
+        options["placement_group_bundles"] = bundles
+        options["placement_group_strategy"] = "PACK"
+        if any(selectors):
+            options["placement_group_bundle_label_selector"] = selectors
+    return options
+
+
+def build(args: Settings) -> Application:
+    """The application that a Serve configuration's `import_path` names; `args` are its `args`."""
+    coordinator = serve.deployment(**coordinator_options(args))(ServedCoordinator).bind(args)
+    ingress = serve.deployment(
+        name="Ingress",
+        num_replicas=1,
+        max_ongoing_requests=_ALL,
+        ray_actor_options={"num_cpus": 0},
+    )(make_ingress())
+    return ingress.bind(args, coordinator)
