@@ -1,0 +1,150 @@
+"""The serving loop without Ray: real scheduler, ledgers, drafters and models in one process.
+
+For tests that compare ids over many configurations. `Kill` takes a draft away in mid-stream.
+"""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass, field, replace
+
+from outrider.actors.draft import Drafter
+from outrider.actors.ledger import Ledger
+from outrider.actors.lookup import PromptLookup
+from outrider.actors.messages import Outcomes, Rows, Sampling
+from outrider.actors.model import Model
+from outrider.actors.scheduler import Scheduler
+from outrider.actors.sequence import Proposal, Sequence, StopRules
+from outrider.actors.stats import DraftStats, Stats
+from outrider.actors.text import TextStream
+from outrider.actors.verify import Block, verify
+
+
+GREEDY = Sampling(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One answer to make."""
+
+    prompt: Ids[int]
+    max_tokens: int
+    sampling: Sampling = GREEDY
+    end_ids: frozenset[int] = frozenset()
+    num_speculative_tokens: int | None = None
+
+
+@dataclass
+class EngineDraft:
+    """A draft of the engine; `killed_after` rounds it is gone for good."""
+
+    name: str
+    num_tokens: int
+    source: Drafter | PromptLookup
+    killed_after: int | None = None
+    ledger: Ledger | None = None
+
+
+@dataclass
+class Engine:
+    """Runs jobs to their end; ids come back in the order of the jobs."""
+
+    target: Model
+    drafts: list[EngineDraft] = field(default_factory=list)
+    with_law: bool = False
+    max_num_batched_tokens: int = 512
+    stats: Stats = field(default_factory=Stats)
+
+    def run(self, jobs: Ids[Job], num_rows: int = 8) -> list[list[int]]:
+        """Serve all jobs at once and return their output ids."""
+        self.stats = Stats(drafts={draft.name: DraftStats() for draft in self.drafts})
+        scheduler = Scheduler(
+            num_rows=num_rows,
+            max_queued=len(jobs),
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            stats=self.stats,
+        )
+        for draft in self.drafts:
+            draft.ledger = Ledger(
+                draft.name,
+                draft.num_tokens,
+                self.target.vocabulary.size,
+                self.stats.drafts[draft.name],
+                with_law=self.with_law,
+            )
+        sequences = [self._sequence(i, job) for i, job in enumerate(jobs)]
+        alive = {sequence.id: sequence for sequence in sequences}
+        scheduler.submit(sequences)
+        while scheduler.has_work:
+            plan = scheduler.plan()
+            for draft in self.drafts:
+                if draft.killed_after is not None and self.stats.rounds >= draft.killed_after:
+                    continue
+                wanting = scheduler.wanting(plan, draft.num_tokens)
+                if wanting:
+                    self._propose(draft, wanting, alive)
+            batch = scheduler.batch(plan)
+            for sequence, delta in scheduler.commit(batch, decide(self.target, batch.rows)):
+                if delta.finish_reason is not None:
+                    del alive[sequence.id]
+                    self._forget(sequence.id)
+        return [s.committed[s.num_prompt_ids :] for s in sequences]
+
+    def _sequence(self, id: int, job: Job) -> Sequence:
+        return Sequence(
+            id,
+            id,
+            job.prompt,
+            job.sampling,
+            StopRules(job.max_tokens, job.end_ids),
+            TextStream(lambda ids: "", job.prompt),
+            num_speculative_tokens=job.num_speculative_tokens,
+        )
+
+    def _propose(
+        self, draft: EngineDraft, wanting: list[Sequence], alive: dict[int, Sequence]
+    ) -> None:
+        if isinstance(draft.source, PromptLookup):
+            for s in wanting:
+                length = s.draft_length(draft.num_tokens)
+                ids = draft.source.propose(s.id, s.committed, length)
+                if ids:
+                    s.proposal = Proposal(draft.name, len(s.committed), ids)
+            return
+        assert draft.ledger is not None
+        draft.ledger.receive(draft.source.propose(draft.ledger.contexts(wanting)), alive)
+
+    def _forget(self, id: int) -> None:
+        for draft in self.drafts:
+            if isinstance(draft.source, PromptLookup):
+                draft.source.forget([id])
+            else:
+                assert draft.ledger is not None
+                draft.source.free(draft.ledger.forget([id]))
+
+
+def decide(model: Model, rows: Rows) -> Outcomes:
+    """One pass of the target over `rows`, and its decisions."""
+    deciding = [i for i, decides in enumerate(rows.decides) if decides]
+    logits = model.forward(
+        rows.row,
+        rows.start,
+        rows.ids,
+        [n + 1 if d else 0 for n, d in zip(rows.num_drafted, rows.decides, strict=True)],
+    )
+    blocks = [
+        Block(
+            rows.ids[i][len(rows.ids[i]) - rows.num_drafted[i] :],
+            rows.position[i],
+            rows.sampling[i],
+            rows.law[i],
+        )
+        for i in deciding
+    ]
+    accepted, next_id = [0] * len(rows.row), [-1] * len(rows.row)
+    for i, kept, own in zip(deciding, *verify(logits, blocks), strict=True):
+        accepted[i], next_id[i] = kept, own
+    return Outcomes(accepted, next_id)
+
+
+def with_seed(job: Job, seed: int) -> Job:
+    """The same job under another seed."""
+    return replace(job, sampling=job.sampling._replace(seed=seed))
