@@ -189,6 +189,10 @@ class Coordinator:
             "draft_copies": sum([await draft.num_copies() for draft in self._drafts]),
         }
 
+    async def settings(self) -> Settings:
+        """What it was made from."""
+        return self._settings
+
     async def snapshot(self) -> Stats:
         """The counters now."""
         return self.stats

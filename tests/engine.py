@@ -17,7 +17,6 @@ from outrider.actors.stats import DraftStats, Stats
 from outrider.actors.text import TextStream
 from outrider.actors.verify import Block, verify
 
-
 GREEDY = Sampling(temperature=0.0)
 
 

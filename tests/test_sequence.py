@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from outrider.actors.messages import Law, Sampling
@@ -206,6 +206,10 @@ def law(num_ids: int) -> Law:
     st.integers(1, 8),
     st.booleans(),
 )
+@example([0, 1, 0], [1], 5, True)
+@example([0, 1, 0], [0], 2, True)
+@example([0, 1], [0, 1, 1], 5, False)
+@example([0, 1], [0], 1, False)
 def test_a_late_proposal_is_cut_to_what_still_fits_or_dropped_with_its_reason(
     proposed: list[int], since: list[int], room: int, with_law: bool
 ) -> None:
