@@ -12,12 +12,16 @@ os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import hypothesis
 import ray
 import torch
 
 from .tiny import make_folder, make_network, make_tokenizer
 
 torch.set_num_threads(1)
+# A shared machine may stall any example; a failure must come back on the next run.
+hypothesis.settings.register_profile("outrider", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("outrider")
 
 
 @pytest.fixture(scope="session")

@@ -81,11 +81,15 @@ class Engine:
                 if wanting:
                     self._propose(draft, wanting, alive)
             batch = scheduler.batch(plan)
-            for sequence, delta in scheduler.commit(batch, decide(self.target, batch.rows)):
+            for sequence, delta in scheduler.commit(batch, self.decide(batch.rows)):
                 if delta.finish_reason is not None:
                     del alive[sequence.id]
                     self._forget(sequence.id)
         return [s.committed[s.num_prompt_ids :] for s in sequences]
+
+    def decide(self, rows: Rows) -> Outcomes:
+        """One pass of the target."""
+        return decide(self.target, rows)
 
     def _sequence(self, id: int, job: Job) -> Sequence:
         return Sequence(

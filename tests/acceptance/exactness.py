@@ -54,7 +54,7 @@ def load(options: argparse.Namespace, spec: type) -> Model:
     fields: dict[str, Any] = {"model": options.model, "dtype": options.dtype}
     if spec is DraftModelSpec:
         fields["method"] = "draft_model"
-    return Model.load(spec(**fields, max_model_len=1024), rows=2 * ROWS, report=lambda _: None)
+    return Model.load(spec(**fields, max_model_len=512), rows=2 * ROWS, report=lambda _: None)
 
 
 def load_prompts(target: Model, path: Path, number: int) -> list[list[int]]:
