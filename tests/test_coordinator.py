@@ -3,19 +3,28 @@
 import asyncio
 import itertools
 import signal
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import ray
 
+from outrider.actors.coordinator import Coordinator
+from outrider.actors.messages import Sampling
+from outrider.actors.model import Model
+from outrider.actors.philox import key64
 from outrider.actors.requests import GenerateRequest
+from outrider.actors.stats import DraftStats, Stats
+from outrider.cluster.config import TargetSpec
 from outrider.cluster.errors import (
     ConfigError,
     OverloadedError,
     RequestError,
 )
+from outrider.cluster.pool import make_actor
 
 from .conftest import Folders
+from .engine import Engine, Job
 from .serving import (
     LOOKUP,
     Answer,
@@ -65,44 +74,49 @@ async def serve_all(coordinator: Any, asked: list[GenerateRequest]) -> list[list
 
 
 @pytest.fixture(scope="module")
-def plain(ray_session: None, folders: Folders) -> list[list[list[int]]]:
-    """What plain decoding says, one request at a time."""
+def plain(folders: Folders) -> list[list[list[int]]]:
+    """What plain decoding says, one answer at a time, without Ray."""
+    model = Model.load(TargetSpec(model=folders.target, dtype="float64"), rows=1)
 
-    async def run() -> list[list[list[int]]]:
-        async with serving(make_settings(folders.target)) as coordinator:
-            return ids_of([await collect(coordinator, request) for request in requests()])
+    def answer(request: GenerateRequest, choice: int) -> list[int]:
+        law = (request.temperature, request.top_k, request.top_p)
+        job = Job(
+            request.prompts[0],
+            request.max_tokens or 0,
+            Sampling(*law, key64(request.seed or 0), choice),
+            frozenset() if request.ignore_eos else frozenset(model.end_ids),
+        )
+        return Engine(model).run([job], num_rows=1)[0]
 
-    return asyncio.run(run())
+    return [[answer(r, choice) for choice in range(r.n)] for r in requests()]
 
 
-@pytest.mark.parametrize("drafts", ["none", "lookup", "self", "noisy", "both"])
-async def test_ids_are_those_of_plain_decoding_whatever_drafts_run(
-    drafts: str, folders: Folders, plain: list[list[list[int]]]
+@pytest.fixture(scope="module")
+def shared(ray_session: None, folders: Folders) -> Iterator[Any]:
+    """A coordinator with prompt lookup and two replicas of a noisy draft, small passes."""
+    settings = make_settings(
+        folders.target,
+        LOOKUP,
+        neural("noisy", folders.noisy, replicas=2),
+        target_changes={"max_num_batched_tokens": 24},
+        timeouts={"draft_s": 3},
+    )
+    coordinator = make_actor(Coordinator, {"num_cpus": 0}, settings)
+    ray.get(coordinator.start.remote())
+    yield coordinator
+    ray.kill(coordinator)
+
+
+async def test_ids_are_those_of_plain_decoding_whatever_is_drafted(
+    shared: Any, plain: list[list[list[int]]]
 ) -> None:
-    specs = {
-        "none": [],
-        "lookup": [LOOKUP],
-        "self": [neural("self", folders.target, 6)],
-        "noisy": [neural("noisy", folders.noisy, 3, replicas=2)],
-        "both": [LOOKUP, neural("noisy", folders.noisy)],
-    }[drafts]
-    settings = make_settings(folders.target, *specs, target_changes={"max_num_batched_tokens": 24})
-    async with serving(settings) as coordinator:
-        assert await serve_all(coordinator, requests()) == plain
-        assert await serve_all(coordinator, requests(2)[::-1]) == plain[::-1]
-        assert await serve_all(coordinator, requests(0)) == plain
-        stats = await coordinator.snapshot.remote()
-        counts = {name: draft.counts for name, draft in stats.drafts.items()}
-        if drafts == "self":
-            assert counts["self"].num_accepted_tokens == counts["self"].num_draft_tokens > 0
-        if drafts == "noisy":
-            drafted, accepted = (
-                counts["noisy"].num_draft_tokens,
-                counts["noisy"].num_accepted_tokens,
-            )
-            assert 0.2 * drafted < accepted < 0.9 * drafted
-        usage = await wait_for_idle(coordinator)
-        assert usage["free_rows"] == 8
+    assert await serve_all(shared, requests()) == plain
+    assert await serve_all(shared, requests(2)[::-1]) == plain[::-1]
+    assert await serve_all(shared, requests(9)) == plain
+    assert await serve_all(shared, requests(0)) == plain
+    counts = (await shared.snapshot.remote()).drafts["noisy"].counts
+    assert 0.1 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9, "some of both"
+    assert (await wait_for_idle(shared))["free_rows"] == 8
 
 
 async def wait_for_idle(coordinator: Any) -> dict[str, int]:
@@ -116,79 +130,71 @@ async def wait_for_idle(coordinator: Any) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
-async def test_streams_go_on_with_the_same_ids_when_the_draft_dies_or_hangs(
-    fault: signal.Signals, folders: Folders, plain: list[list[list[int]]]
+async def test_streams_go_on_with_the_same_ids_when_every_draft_dies_or_hangs(
+    fault: signal.Signals, shared: Any, plain: list[list[list[int]]]
 ) -> None:
-    settings = make_settings(
-        folders.target, neural("noisy", folders.noisy), timeouts={"draft_s": 3}
-    )
-    async with serving(settings) as coordinator:
-        pids = worker_pids("DraftWorker")
-        assert len(pids) == 1
-        running = asyncio.create_task(serve_all(coordinator, requests()))
+    async def counted() -> DraftStats:
+        stats: Stats = await shared.snapshot.remote()
+        return stats.drafts["noisy"]
 
-        async def has_drafted() -> bool:
-            stats = await coordinator.snapshot.remote()
-            return bool(stats.drafts["noisy"].counts.num_drafts >= 3)
+    before = await counted()
+    pids = worker_pids("DraftWorker")
+    assert len(pids) == 2
+    running = asyncio.create_task(serve_all(shared, requests()))
 
-        await wait_for(has_drafted, "a few proposals")
-        send(fault, pids)
-        assert await running == plain
+    async def has_drafted() -> bool:
+        return (await counted()).counts.num_drafts >= before.counts.num_drafts + 3
 
-        async def is_replaced() -> bool:
-            stats = await coordinator.snapshot.remote()
-            return bool(stats.drafts["noisy"].deaths == 1 and worker_pids("DraftWorker") != pids)
+    await wait_for(has_drafted, "a few proposals")
+    send(fault, pids)
+    assert await running == plain
 
-        # Work makes the loss of a stopped draft known; then a new one takes its place.
-        for _ in range(3):
-            assert await serve_all(coordinator, requests()) == plain
-        await wait_for(is_replaced, "another draft")
+    async def is_replaced() -> bool:
+        # Work makes the loss known; the replacements come by themselves.
+        assert await serve_all(shared, requests()) == plain
+        is_new = len(worker_pids("DraftWorker")) == 2 and not set(worker_pids("DraftWorker")) & set(
+            pids
+        )
+        return is_new and (await counted()).deaths == before.deaths + 2
 
-        async def drafts_again() -> bool:
-            before = (await coordinator.snapshot.remote()).drafts["noisy"].counts.num_drafts
-            await serve_all(coordinator, requests()[:2])
-            after = (await coordinator.snapshot.remote()).drafts["noisy"].counts.num_drafts
-            return bool(after > before)
+    await wait_for(is_replaced, "two other drafts")
+    after = await counted()
 
-        await wait_for(drafts_again, "proposals of the new draft")
+    async def drafts_again() -> bool:
+        await serve_all(shared, requests()[:4])
+        return (await counted()).counts.num_drafts > after.counts.num_drafts
+
+    await wait_for(drafts_again, "proposals of the new drafts")
 
 
 async def test_streams_go_on_with_the_same_ids_when_the_target_dies(
-    folders: Folders, plain: list[list[list[int]]]
+    shared: Any, plain: list[list[list[int]]]
 ) -> None:
-    settings = make_settings(folders.target, neural("noisy", folders.noisy), LOOKUP)
-    async with serving(settings) as coordinator:
-        running = asyncio.create_task(serve_all(coordinator, requests()))
+    before = (await shared.snapshot.remote()).emitted_tokens
+    running = asyncio.create_task(serve_all(shared, requests()))
 
-        async def has_emitted() -> bool:
-            return bool((await coordinator.snapshot.remote()).emitted_tokens > 30)
+    async def has_emitted() -> bool:
+        return bool((await shared.snapshot.remote()).emitted_tokens > before + 30)
 
-        await wait_for(has_emitted, "some tokens")
-        send(signal.SIGKILL, worker_pids("TargetWorker"))
-        assert await running == plain
-        await coordinator.check_health.remote()
+    await wait_for(has_emitted, "some tokens")
+    send(signal.SIGKILL, worker_pids("TargetWorker"))
+    assert await running == plain
+    await shared.check_health.remote()
 
 
-async def test_streams_given_up_leave_no_sequence_row_or_copy(folders: Folders) -> None:
-    settings = make_settings(folders.target, neural("noisy", folders.noisy), LOOKUP)
-    async with serving(settings) as coordinator:
+async def test_streams_given_up_leave_no_sequence_row_or_copy(shared: Any) -> None:
+    before = (await shared.snapshot.remote()).finished["abort"]
 
-        async def leave_early(number: int) -> None:
-            request = GenerateRequest(
-                str(number),
-                [[3 + number % 100, 5, 7]],
-                temperature=1.0,
-                max_tokens=120,
-                ignore_eos=True,
-            )
-            async for _ in stream(coordinator, request):
-                break
+    async def leave_early(number: int) -> None:
+        request = GenerateRequest(
+            str(number), [[3 + number % 100, 5, 7]], max_tokens=120, ignore_eos=True
+        )
+        async for _ in stream(shared, request):
+            break
 
-        await asyncio.gather(*(leave_early(number) for number in range(60)))
-        usage = await wait_for_idle(coordinator)
-        assert usage["free_rows"] == 8
-        stats = await coordinator.snapshot.remote()
-        assert stats.finished["abort"] == 60
+    await asyncio.gather(*(leave_early(number) for number in range(60)))
+    assert (await wait_for_idle(shared))["free_rows"] == 8
+    assert (await shared.snapshot.remote()).finished["abort"] == before + 60
 
 
 async def test_a_full_queue_refuses_before_the_first_token_and_loses_nothing(
@@ -210,27 +216,24 @@ async def test_a_full_queue_refuses_before_the_first_token_and_loses_nothing(
             await collect(coordinator, GenerateRequest("2", [[5]], n=4))
 
 
-async def test_prompts_that_cannot_be_served_are_refused_with_both_numbers(
-    folders: Folders,
-) -> None:
-    async with serving(make_settings(folders.target)) as coordinator:
-        with pytest.raises(RequestError, match=r"128 tokens.*has 128"):
-            await collect(coordinator, GenerateRequest("0", [[5] * 128]))
-        with pytest.raises(RequestError, match="below 151"):
-            await collect(coordinator, GenerateRequest("1", [[155]]))
-        (answer,) = await collect(
-            coordinator, GenerateRequest("2", [[5] * 120], temperature=0, ignore_eos=True)
-        )
-        assert len(answer.ids) == 8
-        assert answer.last is not None and answer.last.finish_reason == "length"
+async def test_prompts_that_cannot_be_served_are_refused_with_both_numbers(shared: Any) -> None:
+    with pytest.raises(RequestError, match=r"128 tokens.*has 128"):
+        await collect(shared, GenerateRequest("0", [[5] * 128]))
+    with pytest.raises(RequestError, match="below 151"):
+        await collect(shared, GenerateRequest("1", [[155]]))
+    request = GenerateRequest("2", [[5] * 120], temperature=0, ignore_eos=True)
+    (answer,) = await collect(shared, request)
+    assert len(answer.ids) == 8
+    assert answer.last is not None and answer.last.finish_reason == "length"
 
 
 async def test_a_draft_of_another_vocabulary_is_refused_at_start(folders: Folders) -> None:
+    others = set(worker_pids("TargetWorker"))
     settings = make_settings(folders.target, neural("other", folders.foreign))
     with pytest.raises(ConfigError, match="draft other: the vocabularies differ in 11 of 151 ids"):
         async with serving(settings):
             pass
-    await wait_for(lambda: not worker_pids("TargetWorker"), "no target left")
+    await wait_for(lambda: set(worker_pids("TargetWorker")) == others, "no target of its own left")
 
 
 async def test_a_model_that_cannot_be_loaded_ends_in_one_sentence(tmp_path: Any) -> None:
@@ -247,6 +250,7 @@ async def test_the_ratio_rule_accepts_everything_of_a_draft_that_is_the_target(
         neural("self", folders.target),
         decoding={"verification": "ratio", "draft_top_k": 16},
     )
+    others = set(worker_pids("DraftWorker") + worker_pids("TargetWorker"))
     async with serving(settings) as coordinator:
         asked = [
             GenerateRequest(
@@ -258,57 +262,49 @@ async def test_the_ratio_rule_accepts_everything_of_a_draft_that_is_the_target(
         assert len({tuple(a.ids) for (a,) in answers}) == 12
         counts = (await coordinator.snapshot.remote()).drafts["self"].counts
         assert counts.num_accepted_tokens == counts.num_draft_tokens > 200
+        own = set(worker_pids("DraftWorker") + worker_pids("TargetWorker")) - others
+        assert len(own) == 2
+    await wait_for(
+        lambda: not own & set(worker_pids("DraftWorker") + worker_pids("TargetWorker")),
+        "the coordinator's workers to end with it",
+    )
 
 
-async def test_two_ranks_give_the_ids_of_one(
+async def test_two_ranks_give_the_ids_of_one_even_when_one_is_lost(
     folders: Folders, plain: list[list[list[int]]]
 ) -> None:
     settings = make_settings(
         folders.target,
-        LOOKUP,
+        neural("self", folders.target, 6),
         target_changes={"tensor_parallel_size": 2},
         timeouts={"round_s": 20},
     )
     async with serving(settings) as coordinator:
+        pids = worker_pids("TargetWorker")
         asked = requests()
         assert await serve_all(coordinator, asked) == plain
+        counts = (await coordinator.snapshot.remote()).drafts["self"].counts
+        assert counts.num_accepted_tokens == counts.num_draft_tokens > 0
         running = asyncio.create_task(serve_all(coordinator, asked))
 
-        async def has_more() -> bool:
+        async def is_busy() -> bool:
             return bool((await coordinator.usage.remote())["running"] > 0)
 
-        await wait_for(has_more, "running sequences")
-        send(signal.SIGKILL, worker_pids("TargetWorker")[:1])
+        await wait_for(is_busy, "running sequences")
+        send(signal.SIGKILL, [pid for pid in worker_pids("TargetWorker") if pid in pids][:1])
         assert await running == plain, "one rank lost: the group is rebuilt"
 
 
-async def test_choice_0_of_many_is_the_answer_of_one_and_seeds_come_back(
-    folders: Folders,
-) -> None:
-    async with serving(make_settings(folders.target, LOOKUP)) as coordinator:
-        one = GenerateRequest("0", [[5, 6]], temperature=1.0, seed=11, max_tokens=20)
-        many = GenerateRequest("1", [[7], [5, 6]], n=3, temperature=1.0, seed=11, max_tokens=20)
-        (alone,) = await collect(coordinator, one)
-        answers = await collect(coordinator, many)
-        assert answers[3].ids == alone.ids
-        assert len({tuple(a.ids) for a in answers}) == 6
-        unseeded = await collect(
-            coordinator, GenerateRequest("2", [[5, 6], [5, 6]], temperature=1.0, max_tokens=20)
-        )
-        assert unseeded[0].ids != unseeded[1].ids
-        last = unseeded[1].last
-        assert last is not None
-        (again,) = await collect(
-            coordinator,
-            GenerateRequest("3", [[5, 6]], temperature=1.0, seed=last.seed, max_tokens=20),
-        )
-        assert again.ids == unseeded[1].ids
-
-
-async def test_a_coordinator_that_ends_takes_its_workers_with_it(folders: Folders) -> None:
-    async with serving(make_settings(folders.target, neural("noisy", folders.noisy))):
-        assert worker_pids("DraftWorker") and worker_pids("TargetWorker")
-    await wait_for(
-        lambda: not worker_pids("DraftWorker") and not worker_pids("TargetWorker"), "no worker"
-    )
-    assert ray.is_initialized()
+async def test_choice_0_of_many_is_the_answer_of_one_and_seeds_come_back(shared: Any) -> None:
+    one = GenerateRequest("0", [[5, 6]], seed=11, max_tokens=20)
+    many = GenerateRequest("1", [[7], [5, 6]], n=3, seed=11, max_tokens=20)
+    (alone,) = await collect(shared, one)
+    answers = await collect(shared, many)
+    assert answers[3].ids == alone.ids
+    assert len({tuple(a.ids) for a in answers}) == 6
+    unseeded = await collect(shared, GenerateRequest("2", [[5, 6], [5, 6]], max_tokens=20))
+    assert unseeded[0].ids != unseeded[1].ids
+    last = unseeded[1].last
+    assert last is not None
+    (again,) = await collect(shared, GenerateRequest("3", [[5, 6]], seed=last.seed, max_tokens=20))
+    assert again.ids == unseeded[1].ids
