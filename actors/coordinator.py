@@ -7,6 +7,7 @@ and that the loss of the target costs a rebuild: running streams go on from thei
 """
 
 import asyncio
+import functools
 import itertools
 import logging
 import os
@@ -56,13 +57,12 @@ MakeDecode = Callable[[Settings], Decode]
 def decode_with_tokenizer(settings: Settings) -> Decode:
     """The target's tokenizer as a function from ids to text, special tokens skipped."""
     files = resolve(settings.target.model, settings.target.revision)
-    tokenizer = load_tokenizer(files, settings.target.tokenizer)
-
-    def decode(ids: list[int]) -> str:
-        text = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return str(text)
-
-    return decode
+    tokenizer: Any = load_tokenizer(files, settings.target.tokenizer)
+    if tokenizer.is_fast:  # the Rust tokenizer itself decodes four times as fast
+        return functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return functools.partial(
+        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
+    )
 
 
 @dataclass

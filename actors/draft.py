@@ -20,6 +20,9 @@ from outrider.cluster.config import DraftModelSpec
 from outrider.cluster.logs import log_to_terminal, reporter
 
 
+_ALWAYS_READY = 65  # ids a decoding sequence may lag behind: the longest block and one
+
+
 @dataclass
 class _Copy:
     """A draft's copy of one sequence."""
@@ -50,11 +53,18 @@ class _Continuation:
 
 
 class Drafter:
-    """Proposes ids with a model of the target's vocabulary. Knows neither Ray nor time."""
+    """Proposes ids with a model of the target's vocabulary. Knows neither Ray nor time.
 
-    def __init__(self, model: Model, num_rows: int, draft_top_k: int) -> None:
+    One call prefills no more than `max_num_batched_tokens` ids of long contexts, so that it never
+    takes much longer than its neighbours wait; such a sequence gets its first proposal later.
+    """
+
+    def __init__(
+        self, model: Model, num_rows: int, draft_top_k: int, max_num_batched_tokens: int = 512
+    ) -> None:
         self._model = model
         self._draft_top_k = draft_top_k
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._free_rows = list(range(num_rows))
         self._copies: dict[int, _Copy] = {}  # least recently asked first
 
@@ -76,7 +86,7 @@ class Drafter:
     def propose(self, contexts: Contexts) -> Proposals:
         """Draft after each context; sequences whose beginning is unknown come back as missing."""
         asked, missing = self._receive(contexts)
-        drafting = [c for c in asked if c.num_tokens > 0]
+        drafting = self._prefill([c for c in asked if c.num_tokens > 0])
         while drafting:
             logits = self._forward(drafting)
             self._draw(logits, drafting, contexts.with_law)
@@ -125,6 +135,31 @@ class Drafter:
             in_use = set(asked)
             self.free([next(s for s in self._copies if s not in in_use)])
         return self._free_rows.pop()
+
+    def _prefill(self, asked: list[_Continuation]) -> list[_Continuation]:
+        """Run a part of the contexts that are too long for this call; returns the others."""
+        budget = self._max_num_batched_tokens
+        ready: list[_Continuation] = []
+        parts: list[tuple[_Copy, int, int]] = []
+        for c in asked:
+            start = _common_prefix(c.copy.cached, c.copy.committed)
+            num_pending = len(c.copy.committed) - start
+            if num_pending <= max(budget, _ALWAYS_READY):
+                ready.append(c)
+                budget = max(budget - num_pending, 0)
+            elif budget > 0:
+                parts.append((c.copy, start, start + budget))
+                budget = 0
+        if parts:
+            self._model.forward(
+                [copy.row for copy, _, _ in parts],
+                [start for _, start, _ in parts],
+                [copy.committed[start:end] for copy, start, end in parts],
+                [0] * len(parts),
+            )
+        for copy, _, end in parts:
+            copy.cached = copy.committed[:end]
+        return ready
 
     def _forward(self, drafting: list[_Continuation]) -> torch.Tensor:
         """Run what each row has not cached yet; logits [len(drafting), V] of the last ids."""

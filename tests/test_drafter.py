@@ -43,7 +43,7 @@ class FakeModel:
         self, row: list[int], start: list[int], ids: list[list[int]], num_logits: list[int]
     ) -> torch.Tensor:
         assert len(set(row)) == len(row) == len(start) == len(ids)
-        assert num_logits == [1] * len(row)
+        assert set(num_logits) <= {0, 1}
         for index, first, block in zip(row, start, ids, strict=True):
             held = self.rows[index]
             assert 0 <= first <= len(held), "a gap in the row"
@@ -51,12 +51,15 @@ class FakeModel:
             assert first + len(block) <= self.max_model_len
             held[first:] = block
             self.num_ids += len(block)
-        return torch.stack([logits_after(self.rows[index]) for index in row])
+        kept = [logits_after(self.rows[r]) for r, n in zip(row, num_logits, strict=True) if n]
+        return torch.stack(kept) if kept else torch.empty(0, VOCABULARY)
 
 
-def make_drafter(num_rows: int = 4, max_model_len: int = 1000) -> tuple[Drafter, FakeModel]:
+def make_drafter(
+    num_rows: int = 4, max_model_len: int = 1000, max_num_batched_tokens: int = 512
+) -> tuple[Drafter, FakeModel]:
     model = FakeModel(num_rows, max_model_len)
-    return Drafter(cast(Model, model), num_rows, draft_top_k=4), model
+    return Drafter(cast(Model, model), num_rows, 4, max_num_batched_tokens), model
 
 
 def draft_plainly(committed: list[int], position: int, num: int, sampling: Sampling) -> list[int]:
@@ -137,6 +140,23 @@ def test_a_draft_stops_at_its_own_context_end(length: int, num_ids: int) -> None
     drafter, _ = make_drafter(max_model_len=8)
     (ids,) = drafter.propose(ask((7, 0, [1] * length))).ids
     assert ids == draft_plainly([1] * length, 0, num_ids, SAMPLINGS[1])
+
+
+def test_a_long_context_is_prefilled_over_several_calls_while_short_ones_are_served() -> None:
+    drafter, model = make_drafter(max_num_batched_tokens=100)
+    long = [i % VOCABULARY for i in range(250)]
+    for call in range(4):
+        before = model.num_ids
+        committed = [1, 2, *range(call)]
+        start = 0 if call == 0 else len(committed) - 1
+        known = 0 if call == 0 else len(long) - 1
+        proposals = drafter.propose(ask((7, known, long[known:]), (8, start, committed[start:])))
+        assert proposals.missing == []
+        assert proposals.base == [250, len(committed)]
+        assert proposals.ids[1] == draft_plainly(committed, 0, 3, SAMPLINGS[1])
+        assert model.num_ids - before <= 100 + 65
+        ready = draft_plainly(long, 0, 3, SAMPLINGS[1])
+        assert proposals.ids[0] == (ready if call >= 2 else [])
 
 
 def test_without_a_free_row_the_copy_not_asked_for_longest_goes() -> None:
