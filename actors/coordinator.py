@@ -15,7 +15,7 @@ import random
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,10 +32,9 @@ from outrider.actors.sequence import Sequence, StopRules
 from outrider.actors.stats import DraftStats, Stats
 from outrider.actors.target import TargetWorker
 from outrider.actors.text import Decode, TextStream
-from outrider.actors.vocabulary import explain_difference, load_tokenizer
-from outrider.cluster.config import DraftModelSpec, Settings
+from outrider.actors.vocabulary import load_tokenizer
+from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, Settings
 from outrider.cluster.errors import (
-    ConfigError,
     OutriderError,
     RequestError,
     UnavailableError,
@@ -44,11 +43,14 @@ from outrider.cluster.errors import (
 from outrider.cluster.group import TargetGroup, rank_options
 from outrider.cluster.logs import log_to_terminal
 from outrider.cluster.models import resolve
-from outrider.cluster.pool import draft_options, make_actor
+from outrider.cluster.pool import draft_options
+from outrider.cluster.remote import make_actor
 
 logger = logging.getLogger(__name__)
 
 _REBUILD_ATTEMPTS = 3
+_MOST_LOSSES = 2  # of the target, in passes with the same sequence
+_WATCH_S = 2.0
 _SEED_BITS = 63  # a drawn seed fits a signed 64-bit integer, so that it can be sent back
 
 MakeDecode = Callable[[Settings], Decode]
@@ -104,7 +106,7 @@ class Coordinator:
             load_timeout_s=settings.timeouts.load_s,
             call_timeout_s=settings.timeouts.round_s,
         )
-        self._drafts: list[Draft] = []
+        self._drafts = [self._make_draft(spec) for spec in settings.drafts]
         self.scheduler = Scheduler(
             num_rows=target.max_num_seqs,
             max_queued=target.max_queued,
@@ -117,23 +119,31 @@ class Coordinator:
         self._seeds = None if settings.seed is None else random.Random(settings.seed)
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._is_ready = False  # the target is loaded and not known to be lost
+        self._num_rebuilds = 0
         self._created = int(time.time())
 
     async def start(self) -> None:
         """Make and load every worker, and begin to serve. ConfigError says what cannot work."""
-        settings = self._settings
-        self._decode, self._report = await asyncio.gather(
-            asyncio.to_thread(self._make_decode, settings), self._target.start()
-        )
+        makers: list[Coroutine[Any, Any, Any]] = [
+            asyncio.to_thread(self._make_decode, self._settings),
+            self._target.start(),
+            *(draft.start() for draft in self._drafts),
+        ]
+        starts = [asyncio.create_task(maker) for maker in makers]
         try:
-            for spec in settings.drafts:
-                if isinstance(spec, DraftModelSpec):
-                    self._drafts.append(await self._start_draft(spec))
-                else:
-                    self._drafts.append(LookupDraft(spec, self.stats.drafts[spec.name]))
+            self._decode, self._report, *_ = await asyncio.gather(*starts)
+            for draft in self._drafts:
+                draft.check(self._report)
         except BaseException:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
             self.shutdown()
             raise
+        self._is_ready = True
+        self._watch = asyncio.create_task(self._watch_target())
         self._loop = asyncio.create_task(self._run())
         self._loop.add_done_callback(self._on_loop_end)
 
@@ -144,6 +154,7 @@ class Coordinator:
         request up.
         """
         self._check_running()
+        self.scheduler.check_size(len(request.prompts) * request.n)
         sequences = self._make_sequences(request)
         self.scheduler.submit(sequences)
         stream = _Stream(sequences)
@@ -171,13 +182,19 @@ class Coordinator:
         return ModelCard(
             self._settings.model_name,
             self._report.max_model_len,
-            self._report.vocabulary.size,
+            self._report.num_ids,
             self._created,
         )
 
     async def check_health(self) -> None:
-        """Raise UnavailableError unless requests are being served."""
+        """Raise UnavailableError when only another coordinator can help (asked by Serve)."""
         self._check_running()
+
+    async def check_ready(self) -> None:
+        """Raise UnavailableError unless requests are being served now."""
+        self._check_running()
+        if not self._is_ready:
+            raise UnavailableError("the target was lost and is being rebuilt: try again later")
 
     async def usage(self) -> Mapping[str, int]:
         """What is held now: sequences waiting and running, rows, draft copies accounted for."""
@@ -199,8 +216,9 @@ class Coordinator:
 
     def shutdown(self) -> None:
         """End the loop and every worker."""
-        if self._loop is not None:
-            self._loop.cancel()
+        for task in (self._watch, self._loop):
+            if task is not None:
+                task.cancel()
         for draft in self._drafts:
             draft.kill()
         self._target.kill()
@@ -211,6 +229,8 @@ class Coordinator:
         """Plan, draft, verify, commit; waiting for drafts no longer than their deadlines."""
         while True:
             await self._work.wait()
+            if not self._is_ready:
+                await self._rebuild()
             if not self.scheduler.has_work:
                 self._work.clear()
                 continue
@@ -237,22 +257,46 @@ class Coordinator:
             return outcomes
         except WorkerLostError as error:
             logger.warning("%s; it is rebuilt, running streams go on", error)
+            self._fail_repeated(batch.sequences, error)
         except RayTaskError as error:
             # The pass itself failed: its sequences end, else they would fail again for ever.
             logger.exception("a pass failed; its %d sequences end", len(batch.sequences))
             self._fail(batch.sequences, UnavailableError(f"the target failed: {error.cause!r}"))
             if self._settings.target.tensor_parallel_size == 1:
                 return None  # with more ranks, the others may still wait inside a collective
-        await self._rebuild()
+        self._is_ready = False
         return None
+
+    def _fail_repeated(self, sequences: list[Sequence], error: WorkerLostError) -> None:
+        """End what was in the pass each time the target was lost: it may be the reason."""
+        for sequence in sequences:
+            sequence.num_losses += 1
+        again = [s for s in sequences if s.num_losses >= _MOST_LOSSES]
+        self._fail(again, UnavailableError(f"the target was lost {_MOST_LOSSES} times: {error}"))
+
+    async def _watch_target(self) -> None:
+        """Notice the loss of a target that nobody uses."""
+        while True:
+            await asyncio.sleep(_WATCH_S)
+            before = self._num_rebuilds
+            try:
+                if self._is_ready:
+                    await self._target.call("ping")
+            except (WorkerLostError, RayTaskError) as error:
+                if self._is_ready and before == self._num_rebuilds:
+                    logger.warning("%s; it is rebuilt", error)
+                    self._is_ready = False
+                    self._work.set()
 
     async def _rebuild(self) -> None:
         """Make the target anew; every running sequence is prefilled again by the next rounds."""
+        self._num_rebuilds += 1
         self.scheduler.forget_cache()
         self._target.kill()
         for attempt in range(1, _REBUILD_ATTEMPTS + 1):
             try:
                 self._report = await self._target.start()
+                self._is_ready = True
                 return
             except OutriderError as error:
                 logger.warning("target rebuild %d failed: %s", attempt, error)
@@ -342,7 +386,7 @@ class Coordinator:
 
     def _room(self, prompt: list[int]) -> int:
         """Tokens that may follow the prompt: at least one."""
-        longest, size = self._report.max_model_len, self._report.vocabulary.size
+        longest, size = self._report.max_model_len, self._report.num_ids
         if not prompt or not all(0 <= id_ < size for id_ in prompt):
             raise RequestError(f"a prompt is one or more token ids below {size}", "prompt")
         if len(prompt) >= longest:
@@ -358,10 +402,13 @@ class Coordinator:
             return secrets.randbits(_SEED_BITS)
         return int(self._seeds.getrandbits(_SEED_BITS))
 
-    async def _start_draft(self, spec: DraftModelSpec) -> PooledDraft:
-        settings, target = self._settings, self._report
+    def _make_draft(self, spec: DraftModelSpec | PromptLookupSpec) -> Draft:
+        settings = self._settings
+        stats = self.stats.drafts[spec.name]
+        if isinstance(spec, PromptLookupSpec):
+            return LookupDraft(spec, stats)
 
-        def make(spec: DraftModelSpec, index: int) -> ActorHandle[Any]:
+        def make(index: int) -> ActorHandle[Any]:
             return make_actor(
                 self._draft_class,
                 draft_options(spec),
@@ -371,20 +418,5 @@ class Coordinator:
                 settings.decoding.draft_top_k,
             )
 
-        draft = PooledDraft(
-            spec,
-            make,
-            self.stats.drafts[spec.name],
-            settings.timeouts,
-            vocabulary_size=target.vocabulary.size,
-            with_law=settings.decoding.verification == "ratio",
-        )
-        report = await draft.start()
-        difference = explain_difference(target.vocabulary, report.vocabulary)
-        if difference is not None:
-            draft.kill()
-            raise ConfigError(
-                f"draft {spec.name}: {difference}; a draft must have the target's vocabulary: "
-                "choose one of the same family"
-            )
-        return draft
+        with_law = settings.decoding.verification == "ratio"
+        return PooledDraft(spec, make, stats, settings.timeouts, with_law=with_law)

@@ -19,7 +19,6 @@ from outrider.actors.sampling import draw_rows, draw_with_law
 from outrider.cluster.config import DraftModelSpec
 from outrider.cluster.logs import log_to_terminal, reporter
 
-
 _ALWAYS_READY = 65  # ids a decoding sequence may lag behind: the longest block and one
 
 

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from ray.actor import ActorHandle
@@ -19,8 +19,9 @@ from outrider.actors.messages import Contexts, LoadReport, Proposals
 from outrider.actors.pace import Pace
 from outrider.actors.sequence import Proposal, Sequence
 from outrider.actors.stats import DraftStats
+from outrider.actors.vocabulary import explain_difference
 from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, TimeoutsSpec
-from outrider.cluster.errors import WorkerLostError
+from outrider.cluster.errors import ConfigError, WorkerLostError
 from outrider.cluster.pool import DraftPool, PoolMember
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,12 @@ class Draft(Protocol):
 
     name: str
     num_speculative_tokens: int
+
+    async def start(self) -> None:
+        """Load whatever it needs."""
+
+    def check(self, target: LoadReport) -> None:
+        """ConfigError unless it can draft for this target."""
 
     async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
         """Give each sequence a proposal if there is one in time. `alive`: all sequences, by id."""
@@ -53,6 +60,12 @@ class LookupDraft:
         self.num_speculative_tokens = spec.num_speculative_tokens
         self._stats = stats
         self._lookup = PromptLookup(spec.prompt_lookup_min, spec.prompt_lookup_max)
+
+    async def start(self) -> None:
+        """Nothing to load."""
+
+    def check(self, target: LoadReport) -> None:
+        """It drafts for any target."""
 
     async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
         """Look every sequence up; those without a recurring n-gram get nothing."""
@@ -82,11 +95,10 @@ class PooledDraft:
     def __init__(
         self,
         spec: DraftModelSpec,
-        make: "MakeDraft",
+        make: Callable[[int], ActorHandle[Any]],
         stats: DraftStats,
         timeouts: TimeoutsSpec,
         *,
-        vocabulary_size: int,
         with_law: bool,
     ) -> None:
         self.name = spec.name
@@ -94,28 +106,45 @@ class PooledDraft:
         self._stats = stats
         self._pool = DraftPool(
             f"draft {spec.name}",
-            lambda index: make(spec, index),
+            make,
             spec.replicas,
             load_timeout_s=timeouts.load_s,
             silence_s=timeouts.draft_s,
             on_lost=self._on_lost,
         )
-        self._ledgers = [
-            Ledger(
-                spec.name, spec.num_speculative_tokens, vocabulary_size, stats, with_law=with_law
-            )
-            for _ in self._pool.members
-        ]
+        self._with_law = with_law
+        self._ledgers: list[Ledger] = []  # from `check` on
         self._paces = [Pace(timeouts.draft_s) for _ in self._pool.members]
         self._calls: list[asyncio.Task[None] | None] = [None for _ in self._pool.members]
         self._home: dict[int, int] = {}  # sequence -> member
         self._frees: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> LoadReport:
+    async def start(self) -> None:
         """Load every actor."""
-        reports = await self._pool.start()
-        report: LoadReport = reports[0]
-        return report
+        self._report: LoadReport = (await self._pool.start())[0]
+
+    def check(self, target: LoadReport) -> None:
+        """ConfigError unless the draft has the target's vocabulary."""
+        difference = explain_difference(target.vocabulary, self._report.vocabulary)
+        if difference is None and self._report.num_ids < target.num_ids:
+            difference = (
+                f"its model has {self._report.num_ids} rows for the target's {target.num_ids} ids"
+            )
+        if difference is not None:
+            raise ConfigError(
+                f"draft {self.name}: {difference}; a draft must have the target's vocabulary: "
+                "choose one of the same family"
+            )
+        self._ledgers = [
+            Ledger(
+                self.name,
+                self.num_speculative_tokens,
+                target.num_ids,
+                self._stats,
+                with_law=self._with_law,
+            )
+            for _ in self._pool.members
+        ]
 
     async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
         """One batched call per living member; waits for each no longer than its deadline."""
@@ -135,7 +164,7 @@ class PooledDraft:
         """Free the copies that members may hold, in one call each."""
         for id in sequences:
             self._home.pop(id, None)
-        for member, ledger in zip(self._pool.members, self._ledgers, strict=True):
+        for member, ledger in zip(self._pool.members, self._ledgers, strict=False):
             held = ledger.forget(sequences)
             if held and member.is_living:
                 task = asyncio.create_task(self._free(member, held))
@@ -146,8 +175,8 @@ class PooledDraft:
         """Copies in the living actors, and sequences accounted for."""
         counted = sum(map(len, self._ledgers))
         for member in self._pool.members:
-            if member.is_living:
-                counted += await member.call("num_copies")
+            with contextlib.suppress(WorkerLostError):  # then it holds none
+                counted += await member.ask("num_copies")
         return counted
 
     def kill(self) -> None:
@@ -197,11 +226,5 @@ class PooledDraft:
 
     def _on_lost(self, index: int) -> None:
         self._stats.deaths += 1
-        self._ledgers[index].begin_epoch()
-
-
-class MakeDraft(Protocol):
-    """Makes the actor behind one member of a pool."""
-
-    def __call__(self, spec: DraftModelSpec, index: int) -> ActorHandle[Any]:
-        """Start the actor."""
+        if self._ledgers:
+            self._ledgers[index].begin_epoch()

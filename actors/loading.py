@@ -23,7 +23,9 @@ from transformers import (
 )
 from transformers.cache_utils import get_layer_types_and_kwargs
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from outrider.cluster.config import DraftModelSpec, DType, TargetSpec
 from outrider.cluster.errors import ConfigError
@@ -92,12 +94,23 @@ def load_generation_eos(files: ModelFiles) -> object:
     """End ids of the model's generation config (an id or a list); None if it has no such file."""
     if files.gguf_file is not None:
         return None
+    find: Any = cached_file  # transformers types it in part
     try:
+        path = find(
+            files.path_or_id,
+            GENERATION_CONFIG_NAME,
+            revision=files.revision,
+            _raise_exceptions_for_missing_entries=False,
+        )
+        if path is None:
+            return None
         config = GenerationConfig.from_pretrained(
             files.path_or_id, revision=files.revision or "main"
         )
-    except OSError:
-        return None
+    except Exception as error:  # a broken file must not pass for none: other ids would end answers
+        raise ConfigError(
+            f"cannot load the generation config of {files}: {_first_line(error)}"
+        ) from error
     return cast(object, config.eos_token_id)
 
 
@@ -164,13 +177,22 @@ def _head_counts(text: PreTrainedConfig) -> tuple[int, int]:
 
 def limit_context(config: PreTrainedConfig, asked: int | None) -> int:
     """The longest context served, in tokens; ConfigError if more is asked than the model has."""
-    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    reason = f"{name_architecture(config)} has {limit} positions"
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        # transformers switches the factors for a whole pass by its largest position: beyond the
+        # border a row's logits would depend on the rows beside it.
+        border = rope.get("original_max_position_embeddings") or limit
+        if limit is None or border < limit:
+            limit = border
+            reason = f"the longrope factors of {name_architecture(config)} change at {limit}"
     if asked is None:
         return min(limit or DEFAULT_MAX_MODEL_LEN, DEFAULT_MAX_MODEL_LEN)
     if limit is not None and asked > limit:
         raise ConfigError(
-            f"max_model_len is {asked}, but {name_architecture(config)} has {limit} positions: "
-            f"lower max_model_len to {limit} or less"
+            f"max_model_len is {asked}, but {reason}: lower max_model_len to {limit} or less"
         )
     return asked
 
@@ -201,7 +223,7 @@ def load_network(
             )
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"the weights of {files} do not fit: {_first_line(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # transformers raises whatever the files made it stumble over
         raise ConfigError(f"cannot load the model {files}: {_first_line(error)}") from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(f"{files} lacks {len(missing)} weights, first {missing[0]}")

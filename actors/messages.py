@@ -117,10 +117,16 @@ class LoadReport:
     """A worker to the coordinator, once: what it loaded."""
 
     vocabulary: "Vocabulary"
+    num_logits: int  # rows of the model's embedding
     end_ids: tuple[int, ...]
     max_model_len: int
     weights_bytes: int = 0
     cache_bytes: int = 0
+
+    @property
+    def num_ids(self) -> int:
+        """Ids that can be fed are below this: known to the tokenizer and to the model."""
+        return min(self.vocabulary.size, self.num_logits)
 
 
 def _check_columns(*columns: Sized) -> None:

@@ -113,6 +113,7 @@ class Model:
         """What was loaded, for the coordinator."""
         return LoadReport(
             self.vocabulary,
+            self.num_logits,
             self.end_ids,
             self.max_model_len,
             self.weights_bytes,

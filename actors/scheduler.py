@@ -74,15 +74,19 @@ class Scheduler:
         """Whether a round would do anything."""
         return bool(self._running or self._waiting)
 
-    def submit(self, sequences: Iterable[Sequence]) -> None:
-        """Queue the sequences of one request, all or none."""
-        sequences = list(sequences)
-        if len(sequences) > self._num_rows + self._max_queued:
+    def check_size(self, num_sequences: int) -> None:
+        """RequestError if a request of so many sequences could never be taken in."""
+        if num_sequences > self._num_rows + self._max_queued:
             raise RequestError(
-                f"the request asks for {len(sequences)} answers at once, more than "
+                f"the request asks for {num_sequences} answers at once, more than "
                 f"{self._num_rows} rows and a queue of {self._max_queued} can ever hold",
                 "n",
             )
+
+    def submit(self, sequences: Iterable[Sequence]) -> None:
+        """Queue the sequences of one request, all or none."""
+        sequences = list(sequences)
+        self.check_size(len(sequences))
         waiting = len(self._waiting) + len(sequences) - len(self._free_rows)
         if waiting > self._max_queued:
             raise OverloadedError(

@@ -69,6 +69,7 @@ class Sequence:
         self.row: int | None = None  # of the target's cache
         self.num_cached = 0  # committed ids that the target's cache holds
         self.num_passes = 0
+        self.num_losses = 0  # passes with it in which the target was lost
         self.counts = SpeculationCounts()
         self.proposal: Proposal | None = None
         self.finish_reason: str | None = None

@@ -21,11 +21,11 @@ MODEL_FORMS = (
 )
 DType = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 _HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
-_PYPI = re.compile(r"pypi:[A-Za-z0-9][\w.-]*(==[\w.!+-]+)?/[^/].*")
+_PYPI = re.compile(r"pypi:[A-Za-z0-9][\w.-]*(==[\w.!+-]+)?/(?!.*\.\.)[^/].*\.gguf")
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class _Model(_Frozen):
@@ -162,7 +162,9 @@ class TimeoutsSpec(_Frozen):
 class Settings(_Frozen):
     """One model served: a target, its drafts, and how they work together."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=()
+    )
 
     model_name: str = Field(
         default="", description="the name clients use; default: model's last part"
@@ -186,7 +188,7 @@ class Settings(_Frozen):
             if isinstance(target, TargetSpec):
                 model = target.model
             if isinstance(model, str):
-                return {**values, "model_name": model.rstrip("/").rsplit("/", 1)[-1]}
+                return {**values, "model_name": model.rstrip("/").rsplit("/", 1)[-1] or model}
         return values
 
     @model_validator(mode="after")

@@ -6,7 +6,7 @@ loss of the group, since the others wait for it inside a collective. Knows no to
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -15,8 +15,9 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from outrider.cluster.config import TargetSpec
-from outrider.cluster.errors import ConfigError, OutriderError, WorkerLostError
+from outrider.cluster.errors import ConfigError, WorkerLostError
 from outrider.cluster.placement import bundle_order
+from outrider.cluster.remote import to_outrider_error
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +74,13 @@ class TargetGroup:
                         self.kill()
                         if attempt == _JOIN_ATTEMPTS:
                             raise
-                reports = await _gather([rank.load.remote() for rank in self._ranks])
+                reports: list[Any] = await asyncio.gather(
+                    *(rank.load.remote() for rank in self._ranks)
+                )
                 return reports[0]
+        except RayError as error:  # before TimeoutError: a method's own comes as both
+            self.kill()
+            raise to_outrider_error(error, "the target failed to start") from None
         except TimeoutError:
             self.kill()
             raise ConfigError(
@@ -82,29 +88,28 @@ class TargetGroup:
                 f"{self._load_timeout_s:g} s: check what they ask for (num_cpus, num_gpus, "
                 "labels) or raise timeouts.load_s"
             ) from None
-        except BaseException as error:
+        except BaseException:
             self.kill()
-            if isinstance(error, RayError) and not isinstance(error, OutriderError):
-                raise WorkerLostError(f"the target failed to start: {_first_line(error)}") from None
             raise
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call `method` of every rank; rank 0's answer, or WorkerLostError if any rank is lost.
 
-        An exception raised by the method itself comes through as it is.
+        An exception raised by the method itself comes through as it is, as a RayTaskError.
         """
         calls = [getattr(rank, method).remote(*args) for rank in self._ranks]
         try:
             async with asyncio.timeout(self._call_timeout_s):
-                return (await _gather(calls))[0]
+                # The first error ends the wait: the other ranks may never answer.
+                return (await asyncio.gather(*calls))[0]
+        except RayTaskError:
+            raise
+        except RayError as error:
+            raise to_outrider_error(error, "a target rank is lost") from None
         except TimeoutError:
             raise WorkerLostError(
                 f"the target did not answer {method} within {self._call_timeout_s:g} s"
             ) from None
-        except RayTaskError:
-            raise
-        except RayError as error:
-            raise WorkerLostError(f"a target rank is lost: {_first_line(error)}") from None
 
     def kill(self) -> None:
         """End every rank now."""
@@ -116,13 +121,4 @@ class TargetGroup:
         if self._size == 1:
             return
         address = await self._ranks[0].address.remote()
-        await _gather([rank.join.remote(address) for rank in self._ranks])
-
-
-async def _gather(calls: Sequence[Awaitable[Any]]) -> list[Any]:
-    """Await all; the first error ends the wait, for the others may never answer."""
-    return await asyncio.gather(*calls)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0] or type(error).__name__
+        await asyncio.gather(*(rank.join.remote(address) for rank in self._ranks))

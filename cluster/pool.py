@@ -8,7 +8,7 @@ new life: its copies of sequences are gone. Knows no torch and no tokens.
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -16,17 +16,13 @@ from ray.exceptions import ActorUnavailableError, RayError
 
 from outrider.cluster.config import DraftModelSpec
 from outrider.cluster.errors import ConfigError, OutriderError, WorkerLostError
+from outrider.cluster.remote import to_outrider_error
 
 logger = logging.getLogger(__name__)
 
 _PING_S = 2.0
 _PINGS = 3
 _LONGEST_PAUSE_S = 60.0
-
-
-def make_actor(cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> ActorHandle[Any]:
-    """Start an actor of a plain class; what `ps` and Ray's tools show is the class's name."""
-    return cast(ActorHandle[Any], ray.remote(**options)(cls).remote(*args, **kwargs))
 
 
 def draft_options(spec: DraftModelSpec) -> dict[str, Any]:
@@ -48,6 +44,7 @@ class PoolMember:
         self._pool = pool
         self._handle: ActorHandle[Any] | None = None
         self._recovery: asyncio.Task[None] | None = None
+        self._life = 0
         self.index = index
         self.is_living = False
 
@@ -60,15 +57,26 @@ class PoolMember:
 
     async def call(self, method: str, *args: Any) -> Any:
         """Call `method`; any failure or a silence of `silence_s` loses the member."""
-        handle = self._handle
-        if handle is None or not self.is_living:
-            raise WorkerLostError(f"{self._pool.name} {self.index} is not living")
+        life = self._life
+        try:
+            return await self.ask(method, *args)
+        except WorkerLostError as error:
+            if life == self._life:  # else it was lost to this life, and is back already
+                self._lose(error)
+            raise
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """Call `method`; a failure says nothing about the member."""
+        name = f"{self._pool.name} {self.index}"
+        if self._handle is None or not self.is_living:
+            raise WorkerLostError(f"{name} is not living")
         try:
             async with asyncio.timeout(self._pool.silence_s):
-                return await getattr(handle, method).remote(*args)
-        except (TimeoutError, RayError, OutriderError) as error:
-            self._lose(error)
-            raise WorkerLostError(f"{self._pool.name} {self.index} is lost: {error!r}") from None
+                return await getattr(self._handle, method).remote(*args)
+        except RayError as error:  # before TimeoutError: a method's own comes as both
+            raise WorkerLostError(str(to_outrider_error(error, f"{name} is lost"))) from error
+        except TimeoutError as error:
+            raise WorkerLostError(f"{name} was silent for {self._pool.silence_s:g} s") from error
 
     def kill(self) -> None:
         """End the actor and its recovery."""
@@ -79,16 +87,15 @@ class PoolMember:
             ray.kill(self._handle)
             self._handle = None
 
-    def _lose(self, error: BaseException) -> None:
-        if not self.is_living:
-            return  # an earlier call found out already
-        logger.warning("%s %d is lost (%r)", self._pool.name, self.index, error)
+    def _lose(self, error: WorkerLostError) -> None:
+        logger.warning("%s", error)
+        self._life += 1
         self.is_living = False
         self._pool.on_lost(self.index)
-        self._recovery = asyncio.create_task(self._recover(error))
+        self._recovery = asyncio.create_task(self._recover(error.__cause__))
 
-    async def _recover(self, error: BaseException) -> None:
-        if isinstance(error, ActorUnavailableError) and await self._is_back():
+    async def _recover(self, cause: BaseException | None) -> None:
+        if isinstance(cause, ActorUnavailableError) and await self._is_back():
             self.is_living = True
             logger.info("%s %d is back", self._pool.name, self.index)
             return
@@ -146,6 +153,9 @@ class DraftPool:
         """Load every member; returns their reports. On any error nothing is left."""
         try:
             return await asyncio.gather(*(member.start() for member in self.members))
+        except RayError as error:  # before TimeoutError: a method's own comes as both
+            self.kill()
+            raise to_outrider_error(error, f"{self.name} failed to start") from None
         except TimeoutError:
             self.kill()
             raise ConfigError(
@@ -153,11 +163,8 @@ class DraftPool:
                 f"{self.load_timeout_s:g} s: check what they ask for (num_cpus, num_gpus, labels) "
                 "or raise timeouts.load_s"
             ) from None
-        except BaseException as error:
+        except BaseException:
             self.kill()
-            if isinstance(error, RayError) and not isinstance(error, OutriderError):
-                line = str(error).strip().split("\n")[0]
-                raise WorkerLostError(f"{self.name} failed to start: {line}") from None
             raise
 
     def kill(self) -> None:

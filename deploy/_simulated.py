@@ -69,7 +69,7 @@ class _Worker:
     @ray.method(concurrency_group="compute")
     async def load(self) -> LoadReport:
         """Pretend to have loaded."""
-        return LoadReport(VOCABULARY, (), MAX_MODEL_LEN)
+        return LoadReport(VOCABULARY, VOCABULARY.size, (), MAX_MODEL_LEN)
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> None:

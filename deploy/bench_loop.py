@@ -25,7 +25,7 @@ from outrider.actors.coordinator import Coordinator
 from outrider.actors.requests import Delta, GenerateRequest
 from outrider.actors.stats import Stats
 from outrider.cluster.config import DraftModelSpec, Settings, TargetSpec
-from outrider.cluster.pool import make_actor
+from outrider.cluster.remote import make_actor
 from outrider.deploy._simulated import Latency, Simulation, worker_classes
 
 # Llama-3-70B on four A100 (GEMM and norm time by tokens, from Vidur's published profiles).

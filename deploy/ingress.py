@@ -134,7 +134,7 @@ class Ingress:
 
         Not named `check_health`: Serve would restart the ingress for the coordinator's illness.
         """
-        await self._ask(self._coordinator.check_health.remote(), "not healthy")
+        await self._ask(self._coordinator.check_ready.remote(), "not ready")
 
     async def _describe(self) -> ModelCard:
         if self._card is None:
@@ -172,9 +172,10 @@ class Ingress:
             kind=kind,
             model=self.model_name,
             request=request,
-            num_spec_tokens=min(
-                self._num_spec_tokens, self._num_spec_tokens if asked is None else asked
-            ),
+            # A request may ask for longer drafts than the settings do, if there are drafts.
+            num_spec_tokens=self._num_spec_tokens
+            if asked is None or self._num_spec_tokens == 0
+            else asked,
             return_token_ids=parsed.return_token_ids,
             include_usage=parsed.include_usage,
         )

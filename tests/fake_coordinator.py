@@ -69,7 +69,7 @@ class FakeCoordinator:
         self.streams: list[FakeStream] = []
         self.generate = _Method(self._generate)
         self.describe = _Method(self._describe)
-        self.check_health = _Method(self._check_health)
+        self.check_ready = _Method(self._check_ready)
 
     def options(self, *, stream: bool) -> "FakeCoordinator":
         """The same handle: it knows which of its methods stream."""
@@ -86,7 +86,7 @@ class FakeCoordinator:
             raise self.illness
         return self._card
 
-    async def _check_health(self) -> None:
+    async def _check_ready(self) -> None:
         if self.illness is not None:
             raise self.illness
 

@@ -15,7 +15,7 @@ import ray
 from outrider.actors.coordinator import Coordinator
 from outrider.actors.requests import Delta, GenerateRequest
 from outrider.cluster.config import parse_settings
-from outrider.cluster.pool import make_actor
+from outrider.cluster.remote import make_actor
 
 DEADLINE_S = 120.0
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 from transformers.masking_utils import eager_mask
 
-from outrider.actors.loading import check_supported
+from outrider.actors.loading import check_supported, limit_context
 from outrider.actors.model import Model
 from outrider.cluster.errors import ConfigError
 
@@ -169,3 +169,18 @@ def test_head_counts_must_divide_by_the_ranks() -> None:
 def test_a_model_without_a_tensor_parallel_plan_is_pointed_to_device_map() -> None:
     with pytest.raises(ConfigError, match=r"no tensor-parallel plan.*device_map: auto"):
         check_supported(tiny.make_config("gpt2"), tp_size=2)
+
+
+@pytest.mark.parametrize("asked", [None, 32, 33])
+def test_longrope_is_served_up_to_the_border_where_its_factors_change(asked: int | None) -> None:
+    """transformers switches them for a whole pass, so that rows would depend on one another."""
+    factors = {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, **factors}
+    config = tiny.make_config(
+        "llama", rope_parameters={**rope, "original_max_position_embeddings": 32}
+    )
+    if asked == 33:
+        with pytest.raises(ConfigError, match=r"longrope factors of .* change at 32"):
+            limit_context(config, asked)
+    else:
+        assert limit_context(config, asked) == 32

