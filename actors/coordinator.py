@@ -41,7 +41,7 @@ from outrider.cluster.errors import (
     WorkerLostError,
 )
 from outrider.cluster.group import TargetGroup, rank_options
-from outrider.cluster.logs import log_to_terminal
+from outrider.cluster.logs import log_to_terminal, reporter
 from outrider.cluster.models import resolve
 from outrider.cluster.pool import draft_options
 from outrider.cluster.remote import make_actor
@@ -58,8 +58,9 @@ MakeDecode = Callable[[Settings], Decode]
 
 def decode_with_tokenizer(settings: Settings) -> Decode:
     """The target's tokenizer as a function from ids to text, special tokens skipped."""
-    files = resolve(settings.target.model, settings.target.revision)
-    tokenizer: Any = load_tokenizer(files, settings.target.tokenizer)
+    report = reporter("coordinator")
+    files = resolve(settings.target.model, settings.target.revision, report)
+    tokenizer: Any = load_tokenizer(files, settings.target.tokenizer, report)
     if tokenizer.is_fast:  # the Rust tokenizer itself decodes four times as fast
         return functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
     return functools.partial(

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable
 
 
-def log_to_terminal() -> None:
-    """Send this process's Outrider log to stderr (once), from INFO on.
+def log_to_terminal(level: int = logging.INFO) -> None:
+    """Send this process's Outrider log to stderr (once), from `level` on, and all progress.
 
     Called by processes that Ray starts: nobody else sets up logging there.
     """
@@ -15,7 +15,8 @@ def log_to_terminal() -> None:
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("outrider: %(message)s"))
         logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        logger.setLevel(level)
+        logging.getLogger("outrider.progress").setLevel(logging.INFO)
         logger.propagate = False
 
 

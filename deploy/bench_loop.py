@@ -4,7 +4,8 @@ The real coordinator, as a Ray actor, serves simulated workers that answer after
 latency table and accept with a given probability. Measured tokens/s stand over the closed form
 B E / (t_v(B (g + 1)) + g t_d(B)) with E = (1 - a^(g+1)) / (1 - a) (Leviathan et al. 2023, eq. 1),
 for B sequences, g drafted tokens and acceptance a: 1 would mean that rounds cost nothing beside
-the workers. The overhead is the round's time less what the workers themselves measured.
+the workers. It also holds the luck of the coins, the prefill and the end of a batch; the overhead
+is the plain measure: the round's time less what the workers themselves measured.
 """
 
 import argparse
@@ -59,12 +60,16 @@ class Measurement:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--sequences", default="1,8,32", help="batch sizes (default %(default)s)")
-    parser.add_argument("--tokens", type=int, default=400, help="tokens per sequence")
-    parser.add_argument("--num-speculative-tokens", type=int, default=4)
-    parser.add_argument("--acceptance", type=float, default=0.8, help="per drafted token")
-    parser.add_argument("--target-ms", default=_TARGET_MS, help="TOKENS:MS,... of one pass")
-    parser.add_argument("--draft-ms", default=_DRAFT_MS, help="ROWS:MS,... of one drafted token")
+    parser.add_argument("--sequences", type=_counts, default="1,8,32", help="batch sizes")
+    parser.add_argument("--tokens", type=_count, default=400, help="tokens per sequence")
+    parser.add_argument("--num-speculative-tokens", type=_count, default=4, metavar="N")
+    parser.add_argument("--acceptance", type=_share, default=0.8, help="per drafted token, 0 to 1")
+    parser.add_argument(
+        "--target-ms", type=_latency, default=_TARGET_MS, help="TOKENS:MS,... of one pass"
+    )
+    parser.add_argument(
+        "--draft-ms", type=_latency, default=_DRAFT_MS, help="ROWS:MS,... of one drafted token"
+    )
     parser.add_argument(
         "--streams", action="store_true", help="one request per sequence instead of one for all"
     )
@@ -73,14 +78,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure every batch size and print the table."""
-    simulation = Simulation(
-        _parse_latency(options.target_ms), _parse_latency(options.draft_ms), options.acceptance
-    )
+    simulation = Simulation(options.target_ms, options.draft_ms, options.acceptance)
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # nobody else reaches this private Ray
     ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False)
     try:
-        sizes = [int(size) for size in options.sequences.split(",")]
-        results = [asyncio.run(_measure(simulation, size, options)) for size in sizes]
+        results = [asyncio.run(_measure(simulation, n, options)) for n in options.sequences]
     finally:
         ray.shutdown()
     _print(results, options)
@@ -177,9 +179,34 @@ def _closed_form(simulation: Simulation, sequences: int, gamma: int) -> float:
     return sequences * per_round / seconds
 
 
-def _parse_latency(table: str) -> Latency:
-    points = sorted((int(n), float(ms)) for n, ms in (p.split(":") for p in table.split(",")))
-    return Latency(tuple(n for n, _ in points), tuple(ms / 1e3 for _, ms in points))
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
+    return int(text)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part) for part in text.split(",")]
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to 1")
+    return share
+
+
+def _latency(text: str) -> Latency:
+    try:
+        points = sorted(
+            (_count(n), float(ms) / 1e3) for n, ms in (p.split(":") for p in text.split(","))
+        )
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NUMBER:MILLISECONDS,...") from None
+    return Latency(tuple(n for n, _ in points), tuple(seconds for _, seconds in points))
 
 
 def _print(results: list[Measurement], options: argparse.Namespace) -> None:

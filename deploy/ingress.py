@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from outrider.actors.requests import Delta, GenerateRequest, ModelCard
 from outrider.cluster.config import Settings
 from outrider.cluster.errors import RequestError, UnavailableError
+from outrider.cluster.logs import log_to_terminal, reporter
 from outrider.deploy.answers import Answer, Kind
 from outrider.deploy.failures import UnknownModelError, to_outrider_error, unwrap
 from outrider.deploy.routes import build_routes
@@ -254,5 +255,7 @@ def _load_tokenizer(settings: Settings) -> Tokenizer:
     from outrider.actors.vocabulary import load_tokenizer
     from outrider.cluster.models import resolve
 
+    log_to_terminal(logging.WARNING)
+    report = reporter("ingress")
     target = settings.target
-    return load_tokenizer(resolve(target.model, target.revision), target.tokenizer)
+    return load_tokenizer(resolve(target.model, target.revision, report), target.tokenizer, report)

@@ -38,6 +38,7 @@ _OBJECT_STORE_BYTES = 256 << 20  # only ids travel; Ray's default is 30 % of the
 _STOP_SERVE_S = 8.0
 _STOP_PROCESSES_S = 5.0
 _POLL_S = 0.2
+_CONNECT_S = 5.0
 _OWN_ERROR = re.compile(r"\b(?:ConfigError|WorkerLostError|UnavailableError): (.+)$", re.MULTILINE)
 
 
@@ -75,6 +76,8 @@ def serving(
         file = read_serve_file(path, host, _free_port())
     if address is None:
         check_port(file.host, file.port)
+        if metrics_port := file.settings.metrics.port:
+            check_port(file.settings.metrics.host, metrics_port, "metrics.host and metrics.port")
     deadline = time.monotonic() + file.settings.timeouts.load_s
     report = functools.partial(print, file=progress, flush=True)
     with (
@@ -86,7 +89,7 @@ def serving(
         yield Server(file.settings.model_name, f"{file.root_url}/v1")
 
 
-def check_port(host: str, port: int) -> None:
+def check_port(host: str, port: int, setting: str = "--host and --port") -> None:
     """UnavailableError when nobody can listen there: Serve's proxies would share a port in use."""
     try:
         with socket.create_server((host, port)):
@@ -149,12 +152,21 @@ def _start_ray(file: ServeFile, address: str | None, report: Report) -> None:
             )
         else:
             report(f"connecting to the Ray cluster at {address}")
+            _check_reachable(address)
             ray.init(address=address, logging_level=logging.ERROR)
     except SystemExit:
         raise KeyboardInterrupt from None  # Ray's own SIGTERM handler
     except Exception as error:  # whatever goes wrong in there, it is the end; say what
         what = "start Ray" if address is None else f"connect to the Ray cluster at {address}"
         raise UnavailableError(f"cannot {what}: {_last_line(str(error))}") from error
+
+
+def _check_reachable(address: str) -> None:
+    """Raise an OSError if nobody listens at host:port: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
+            pass
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The coordinator's counts in Prometheus' format: read at every scrape, no second bookkeeping.
 
 Names are vLLM's stems behind `outrider_`. Only sums are shown: every rate is a ratio of two of
-them, taken in PromQL. Series of the drafts in the settings exist from the start, at zero.
+them, taken in PromQL. Series of the drafts in the settings exist from the start, at zero, but for
+those by reason, which begin with the first event.
 """
 
 from collections import Counter

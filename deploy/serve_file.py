@@ -59,6 +59,8 @@ def read_serve_file(
         key = ".".join(map(str, wrong["loc"]))
         message = wrong["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{path}: {key}: {message}") from None
+    if others := sorted(set(document) - {"applications", "http_options", "logging_config"}):
+        raise ConfigError(f"{path}: {', '.join(others)}: only `serve run` reads this: remove it")
     if len(schema.applications) > 1:
         raise ConfigError(
             f"{path}: Outrider's commands take one application, this file has "
@@ -75,7 +77,7 @@ def read_serve_file(
     route_prefix = application.route_prefix or ""
     if not route_prefix.startswith("/"):
         raise ConfigError(f"{path}: applications[0].route_prefix must begin with /")
-    options = {"host": DEFAULT_HOST, "port": DEFAULT_PORT, **document.get("http_options", {})}
+    options = {"host": DEFAULT_HOST, "port": DEFAULT_PORT, **(document.get("http_options") or {})}
     if host is not None:
         options["host"] = host
     if port is not None:
