@@ -8,11 +8,8 @@ and that the loss of the target costs a rebuild: running streams go on from thei
 
 import asyncio
 import functools
-import itertools
 import logging
 import os
-import random
-import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
@@ -24,19 +21,18 @@ from ray.exceptions import RayTaskError
 
 from outrider.actors.draft import DraftWorker
 from outrider.actors.drafting import Draft, LookupDraft, PooledDraft
-from outrider.actors.messages import LoadReport, Outcomes, Sampling
-from outrider.actors.philox import key64
+from outrider.actors.intake import Intake
+from outrider.actors.messages import LoadReport, Outcomes
 from outrider.actors.requests import Delta, GenerateRequest, ModelCard
 from outrider.actors.scheduler import Batch, Plan, Scheduler
-from outrider.actors.sequence import Sequence, StopRules
+from outrider.actors.sequence import Sequence
 from outrider.actors.stats import DraftStats, Stats
 from outrider.actors.target import TargetWorker
-from outrider.actors.text import Decode, TextStream
+from outrider.actors.text import Decode
 from outrider.actors.vocabulary import load_tokenizer
 from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, Settings
 from outrider.cluster.errors import (
     OutriderError,
-    RequestError,
     UnavailableError,
     WorkerLostError,
 )
@@ -51,7 +47,6 @@ logger = logging.getLogger(__name__)
 _REBUILD_ATTEMPTS = 3
 _MOST_LOSSES = 2  # of the target, in passes with the same sequence
 _WATCH_S = 2.0
-_SEED_BITS = 63  # a drawn seed fits a signed 64-bit integer, so that it can be sent back
 
 MakeDecode = Callable[[Settings], Decode]
 
@@ -79,8 +74,8 @@ class _Stream:
 class Coordinator:
     """Serves one model; `start` first, then `generate` from any number of callers."""
 
-    _decode: Decode
     _report: LoadReport
+    _intake: Intake
 
     def __init__(
         self,
@@ -116,8 +111,6 @@ class Coordinator:
         )
         self._alive: dict[int, Sequence] = {}
         self._streams: dict[int, _Stream] = {}  # by sequence
-        self._ids = itertools.count()
-        self._seeds = None if settings.seed is None else random.Random(settings.seed)
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -134,7 +127,7 @@ class Coordinator:
         ]
         starts = [asyncio.create_task(maker) for maker in makers]
         try:
-            self._decode, self._report, *_ = await asyncio.gather(*starts)
+            decode, self._report, *_ = await asyncio.gather(*starts)
             for draft in self._drafts:
                 draft.check(self._report)
         except BaseException:
@@ -143,6 +136,7 @@ class Coordinator:
             await asyncio.gather(*starts, return_exceptions=True)
             self.shutdown()
             raise
+        self._intake = Intake(self._report, decode, self._settings.seed)
         self._is_ready = True
         self._watch = asyncio.create_task(self._watch_target())
         self._loop = asyncio.create_task(self._run())
@@ -156,7 +150,7 @@ class Coordinator:
         """
         self._check_running()
         self.scheduler.check_size(len(request.prompts) * request.n)
-        sequences = self._make_sequences(request)
+        sequences = self._intake.sequences(request)
         self.scheduler.submit(sequences)
         stream = _Stream(sequences)
         for sequence in sequences:
@@ -180,6 +174,7 @@ class Coordinator:
 
     async def describe(self) -> ModelCard:
         """What is served."""
+        self._check_running()
         return ModelCard(
             self._settings.model_name,
             self._report.max_model_len,
@@ -223,8 +218,6 @@ class Coordinator:
         for draft in self._drafts:
             draft.kill()
         self._target.kill()
-
-    # ---- the loop -------------------------------------------------------------------------
 
     async def _run(self) -> None:
         """Plan, draft, verify, commit; waiting for drafts no longer than their deadlines."""
@@ -350,58 +343,6 @@ class Coordinator:
             raise UnavailableError("the coordinator has not started")
         if self._loop.done():
             raise UnavailableError("the serving loop has ended: restart the coordinator")
-
-    # ---- making things --------------------------------------------------------------------
-
-    def _make_sequences(self, request: GenerateRequest) -> list[Sequence]:
-        sequences = []
-        for number, prompt in enumerate(request.prompts):
-            room = self._room(prompt)
-            seed = self._draw_seed() if request.seed is None else request.seed
-            rules = StopRules(
-                max_tokens=min(request.max_tokens or room, room),
-                end_ids=frozenset() if request.ignore_eos else frozenset(self._report.end_ids),
-                stop_ids=frozenset(request.stop_token_ids),
-                stop=request.stop,
-            )
-            for choice in range(request.n):
-                sequences.append(
-                    Sequence(
-                        next(self._ids),
-                        number * request.n + choice,
-                        prompt,
-                        Sampling(
-                            request.temperature,
-                            request.top_k,
-                            request.top_p,
-                            key64(seed),
-                            choice,
-                        ),
-                        rules,
-                        TextStream(self._decode, prompt, request.stop),
-                        seed=seed,
-                        num_speculative_tokens=request.num_speculative_tokens,
-                    )
-                )
-        return sequences
-
-    def _room(self, prompt: list[int]) -> int:
-        """Tokens that may follow the prompt: at least one."""
-        longest, size = self._report.max_model_len, self._report.num_ids
-        if not prompt or not all(0 <= id_ < size for id_ in prompt):
-            raise RequestError(f"a prompt is one or more token ids below {size}", "prompt")
-        if len(prompt) >= longest:
-            raise RequestError(
-                f"this model's maximum context length is {longest} tokens, but the prompt has "
-                f"{len(prompt)}: leave room for at least one more",
-                "prompt",
-            )
-        return longest - len(prompt)
-
-    def _draw_seed(self) -> int:
-        if self._seeds is None:
-            return secrets.randbits(_SEED_BITS)
-        return int(self._seeds.getrandbits(_SEED_BITS))
 
     def _make_draft(self, spec: DraftModelSpec | PromptLookupSpec) -> Draft:
         settings = self._settings

@@ -1,6 +1,7 @@
 """Helpers for tests that serve through a real coordinator actor on Ray."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -119,10 +120,10 @@ async def wait_for(condition: Callable[[], Any], what: str) -> Any:
 def worker_pids(class_name: str) -> list[int]:
     """Processes of this Ray session's actors of one class, as `ps` shows them."""
     pids = []
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        title = " ".join(process.info["cmdline"] or [])
-        if title.startswith(f"ray::{class_name}"):
-            pids.append(process.info["pid"])
+    for process in psutil.Process().children(recursive=True):  # never those of another Ray
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if " ".join(process.cmdline()).startswith(f"ray::{class_name}"):
+                pids.append(process.pid)
     return pids
 
 

@@ -29,7 +29,7 @@ def url(ray_session: None, folders: Folders) -> Iterator[str]:
         folders.target,
         LOOKUP,
         neural("noisy", folders.noisy),
-        target_changes={"tensor_parallel_size": 2, "max_queued": 4},
+        target_changes={"tensor_parallel_size": 2, "max_queued": 100},
         metrics={"port": metrics_port},
         timeouts={"draft_s": 3},
     )
@@ -115,13 +115,11 @@ async def test_clients_that_disconnect_leave_nothing_behind(http: httpx.AsyncCli
             "stream": True,
         }
         async with http.stream("POST", "/v1/completions", json=body) as response:
-            if response.status_code == 200:
-                async for _ in response.aiter_lines():
-                    break
+            async for _ in response.aiter_lines():
+                break
             return response.status_code
 
-    statuses = await asyncio.gather(*(leave(number) for number in range(30)))
-    assert set(statuses) == {200, 429}, "8 rows and 4 waiting: the others are refused"
+    assert set(await asyncio.gather(*(leave(number) for number in range(100)))) == {200}
     assert (await idle_usage())["free_rows"] == 8
 
 

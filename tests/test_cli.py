@@ -157,6 +157,49 @@ def test_a_port_in_use_is_found_out_before_anything_starts(
     )
 
 
+def test_a_metrics_port_in_use_is_found_out_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.yaml"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = SERVE_FILE.format(num_gpus=0, load_s=60)
+        file.write_text(f"{text}      metrics: {{port: {port}}}\n")
+        assert main(["serve", str(file), "--port", "0"]) == 1
+    assert "metrics.host and metrics.port" in capsys.readouterr().err
+
+
+def test_a_cluster_that_is_not_there_is_found_out_in_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text(SERVE_FILE.format(num_gpus=0, load_s=60))
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    assert main(["serve", str(file), "--address", f"127.0.0.1:{port}"]) == 1
+    assert f"cannot connect to the Ray cluster at 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--sequences", "0"],
+        ["--sequences", "1,x"],
+        ["--tokens", "-1"],
+        ["--acceptance", "1.5"],
+        ["--target-ms", "1"],
+        ["--draft-ms", "1:fast"],
+    ],
+)
+def test_wrong_options_of_the_simulation_are_exit_code_2(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "loop", *options])
+    assert end.value.code == 2
+    assert options[0] in capsys.readouterr().err
+
+
 def test_a_host_of_somebody_else_is_refused() -> None:
     with pytest.raises(UnavailableError, match=r"cannot listen at 192\.0\.2\.77:8000: "):
         check_port("192.0.2.77", 8000)

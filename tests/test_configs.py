@@ -114,3 +114,10 @@ def test_several_applications_are_left_to_serve(tmp_path: Path) -> None:
     path = write(tmp_path, MINIMAL + second.replace("route_prefix: /", "route_prefix: /b"))
     with pytest.raises(ConfigError, match="one application, this file has 2"):
         read_serve_file(path)
+
+
+def test_what_our_commands_would_pass_over_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "file.yaml"
+    file.write_text(f"proxy_location: Disabled\n{MINIMAL}")
+    with pytest.raises(ConfigError, match="proxy_location: only `serve run` reads this"):
+        read_serve_file(file)

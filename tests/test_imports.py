@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "deploy": {"cluster", "actors", "deploy"},
 }
 PURE = [
-    "attention", "cache", "ledger", "loading", "lookup", "messages", "model", "pace", "philox",
+    "attention", "cache", "intake", "ledger", "loading", "lookup", "messages", "model", "pace",
+    "philox",
     "requests", "sampling", "scheduler", "selfcheck", "sequence", "stats", "text", "verify",
     "vocabulary",
 ]  # fmt: skip
