@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -67,23 +67,32 @@ def run(options: argparse.Namespace) -> int:
     prompts = read_prompts(options.prompts, options.category, options.num_prompts)
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise ConfigError(f"--json {options.json}: there is no such folder")
+    console = Console()
+    console.print(_slice(options, prompts), highlight=False)
+
+    def show(model: str, turns: list[Turn]) -> None:
+        """Print the table of the last concurrency, and keep all that was measured so far."""
+        last = turns[-1].concurrency
+        console.print(_table(_compare(turns, last)))
+        if options.json is not None:
+            done = [_compare(turns, c) for c in dict.fromkeys(t.concurrency for t in turns)]
+            _write(options, model, turns, done)
+
     with _server(options) as url:
-        model, turns = asyncio.run(_measure(url, options, prompts))
-    comparisons = [
-        compare(
-            concurrency,
-            off=[t.run for t in turns if t.concurrency == concurrency and not t.speculation],
-            on=[t.run for t in turns if t.concurrency == concurrency and t.speculation],
-        )
-        for concurrency in options.concurrency
-    ]
-    _print(f"{model}: {_slice(options, prompts)}", comparisons)
-    if options.json is not None:
-        _write(options, model, turns, comparisons)
+        turns = asyncio.run(_measure(url, options, prompts, show))
     errors = Counter(a.error for turn in turns for a in turn.run.answers if a.error is not None)
     for error, count in errors.most_common():
         print(f"{count} requests failed: {error}", file=sys.stderr)
     return 1 if errors else 0
+
+
+def _compare(turns: Sequence[Turn], concurrency: int) -> Comparison:
+    mine = [turn for turn in turns if turn.concurrency == concurrency]
+    return compare(
+        concurrency,
+        off=[turn.run for turn in mine if not turn.speculation],
+        on=[turn.run for turn in mine if turn.speculation],
+    )
 
 
 @contextlib.contextmanager
@@ -98,16 +107,19 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
 
 
 async def _measure(
-    url: str, options: argparse.Namespace, prompts: Sequence[Prompt]
-) -> tuple[str, list[Turn]]:
+    url: str,
+    options: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    show: Callable[[str, list[Turn]], None],
+) -> list[Turn]:
     sides = [repeat % 2 == side for repeat in range(options.repeats) for side in (1, 0)]
-    plan = [(concurrency, side) for concurrency in options.concurrency for side in sides]
     warmups = [prompts[i % len(prompts)] for i in range(options.warmup)]
-    turns = []
+    turns: list[Turn] = []
+    num_turns = len(options.concurrency) * len(sides)
     async with http_client(url) as client:
         model = await _model_name(client)
         with _progress() as progress:
-            task = progress.add_task("", total=2 * len(warmups) + len(plan) * len(prompts))
+            task = progress.add_task("", total=2 * len(warmups) + num_turns * len(prompts))
 
             async def go(prompts: Sequence[Prompt], concurrency: int, speculation: bool) -> Run:
                 side = "on" if speculation else "off"
@@ -122,10 +134,12 @@ async def _measure(
                 for answer in warm.answers:
                     if answer.error is not None:
                         raise UnavailableError(f"a warm-up request failed: {answer.error}")
-            for concurrency, speculation in plan:
-                run = await go(prompts, concurrency, speculation)
-                turns.append(Turn(concurrency, speculation, run))
-    return model, turns
+            for concurrency in options.concurrency:
+                for speculation in sides:
+                    run = await go(prompts, concurrency, speculation)
+                    turns.append(Turn(concurrency, speculation, run))
+                show(model, turns)
+    return turns
 
 
 def _body(
@@ -166,13 +180,6 @@ def _slice(options: argparse.Namespace, prompts: Sequence[Prompt]) -> str:
         f"{prompts[-1].name}), at most {options.max_tokens} tokens, temperature "
         f"{options.temperature:g}, seed {options.seed}, {options.repeats} turns of each side"
     )
-
-
-def _print(title: str, comparisons: Sequence[Comparison]) -> None:
-    console = Console()
-    console.print(title, highlight=False)
-    for comparison in comparisons:
-        console.print(_table(comparison))
 
 
 def _table(comparison: Comparison) -> Table:

@@ -59,3 +59,7 @@ def test_ci_finds_the_test_command_of_the_readme() -> None:
 def test_files_that_the_readme_links_to_exist() -> None:
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / link).exists(), link
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert not re.search(r"@[A-Z]+@|TODO|TBD", README)
