@@ -31,7 +31,6 @@ def url(ray_session: None, folders: Folders) -> Iterator[str]:
         neural("noisy", folders.noisy),
         target_changes={"tensor_parallel_size": 2, "max_queued": 100},
         metrics={"port": metrics_port},
-        timeouts={"draft_s": 3},
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build(settings), name="outrider", route_prefix="/")
@@ -128,14 +127,19 @@ async def test_the_same_ids_come_when_the_draft_is_killed_in_mid_stream(
 ) -> None:
     law = {"temperature": 1, "seed": 3, "max_tokens": 100, "ignore_eos": True}
     plain = await complete(http, num_speculative_tokens=0, n=2, **law)
-    before = (await coordinator().snapshot.remote()).drafts["noisy"].counts.num_drafts
 
-    async def has_drafted() -> bool:
-        counts = (await coordinator().snapshot.remote()).drafts["noisy"].counts
-        return bool(counts.num_drafts > before + 2)
+    async def drafts() -> bool:
+        before = (await coordinator().snapshot.remote()).drafts["noisy"].counts.num_drafts
+        await complete(http, temperature=1, seed=4)
+        after = (await coordinator().snapshot.remote()).drafts["noisy"].counts.num_drafts
+        return bool(after > before)
 
+    async def runs() -> bool:
+        return bool((await coordinator().usage.remote())["running"] == 2)
+
+    await wait_for(drafts, "proposals of the draft")
     running = asyncio.create_task(complete(http, n=2, **law))
-    await wait_for(has_drafted, "a few proposals")
+    await wait_for(runs, "running sequences")
     send(signal.SIGKILL, worker_pids("DraftWorker"))
     assert ids_of(await running) == ids_of(plain)
 
