@@ -78,6 +78,8 @@ def serving(
         check_port(file.host, file.port)
         if metrics_port := file.settings.metrics.port:
             check_port(file.settings.metrics.host, metrics_port, "metrics.host and metrics.port")
+    else:
+        _check_reachable(address)
     deadline = time.monotonic() + file.settings.timeouts.load_s
     report = functools.partial(print, file=progress, flush=True)
     with (
@@ -110,6 +112,21 @@ def _is_listening(host: str, port: int) -> bool:
             return True
     except OSError:
         return False
+
+
+def _check_reachable(address: str) -> None:
+    """UnavailableError if nobody listens at host:port: Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return  # "auto", or a form that only Ray understands
+    try:
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
+            pass
+    except OSError as error:
+        reason = error.strerror or error
+        raise UnavailableError(
+            f"cannot connect to the Ray cluster at {address}: {reason}"
+        ) from None
 
 
 def _free_port() -> int:
@@ -152,21 +169,12 @@ def _start_ray(file: ServeFile, address: str | None, report: Report) -> None:
             )
         else:
             report(f"connecting to the Ray cluster at {address}")
-            _check_reachable(address)
             ray.init(address=address, logging_level=logging.ERROR)
     except SystemExit:
         raise KeyboardInterrupt from None  # Ray's own SIGTERM handler
     except Exception as error:  # whatever goes wrong in there, it is the end; say what
         what = "start Ray" if address is None else f"connect to the Ray cluster at {address}"
         raise UnavailableError(f"cannot {what}: {_last_line(str(error))}") from error
-
-
-def _check_reachable(address: str) -> None:
-    """Raise an OSError if nobody listens at host:port: Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "/" not in host:
-        with socket.create_connection((host, int(port)), timeout=_CONNECT_S):
-            pass
 
 
 @contextlib.contextmanager
