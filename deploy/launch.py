@@ -102,7 +102,7 @@ def check_port(host: str, port: int, setting: str = "--host and --port") -> None
         if number == errno.EADDRINUSE and not _is_listening(host, port):
             return  # closed connections of an earlier server linger; Serve can listen beside them
     raise UnavailableError(
-        f"cannot listen at {host}:{port}: {reason}: choose another with --host and --port"
+        f"cannot listen at {host}:{port}: {reason}: choose another with {setting}"
     )
 
 
