@@ -250,10 +250,6 @@ class DraftWorker:
         """Sequences of which a copy is kept, for tests and operators."""
         return len(self._loaded)
 
-    @ray.method(concurrency_group="control")
-    async def ping(self) -> None:
-        """Answer, even while a proposal is drafted."""
-
     @property
     def _loaded(self) -> Drafter:
         assert self._drafter is not None, "load comes first"

@@ -6,7 +6,6 @@ the pace's; lives and deaths are the pool's.
 
 import asyncio
 import contextlib
-import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
@@ -23,8 +22,6 @@ from outrider.actors.vocabulary import explain_difference
 from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, TimeoutsSpec
 from outrider.cluster.errors import ConfigError, WorkerLostError
 from outrider.cluster.pool import DraftPool, PoolMember
-
-logger = logging.getLogger(__name__)
 
 
 class Draft(Protocol):

@@ -5,7 +5,6 @@ loss of the group, since the others wait for it inside a collective. Knows no to
 """
 
 import asyncio
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +17,6 @@ from outrider.cluster.config import TargetSpec
 from outrider.cluster.errors import ConfigError, WorkerLostError
 from outrider.cluster.placement import bundle_order
 from outrider.cluster.remote import to_outrider_error
-
-logger = logging.getLogger(__name__)
 
 _JOIN_ATTEMPTS = 3  # a rendezvous port is chosen, then bound: another process may be quicker
 

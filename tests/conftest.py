@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -67,12 +66,3 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
         noisy=str(base / "noisy"),
         foreign=str(base / "foreign"),
     )
-
-
-@pytest.fixture
-def data() -> Path:
-    """Real prompts, laid beside the project where it is developed."""
-    folder = Path(__file__).parents[2] / "shared" / "data"
-    if not folder.is_dir():
-        pytest.skip("no ../shared/data beside the project")
-    return folder

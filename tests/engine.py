@@ -4,7 +4,7 @@ For tests that compare ids over many configurations. `Kill` takes a draft away i
 """
 
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.actors.draft import Drafter
 from outrider.actors.ledger import Ledger
@@ -146,8 +146,3 @@ def decide(model: Model, rows: Rows) -> Outcomes:
     for i, kept, own in zip(deciding, *verify(logits, blocks), strict=True):
         accepted[i], next_id[i] = kept, own
     return Outcomes(accepted, next_id)
-
-
-def with_seed(job: Job, seed: int) -> Job:
-    """The same job under another seed."""
-    return replace(job, sampling=job.sampling._replace(seed=seed))
