@@ -17,6 +17,19 @@ if TYPE_CHECKING:
     from outrider.actors.vocabulary import Vocabulary
 
 
+class Shaping(NamedTuple):
+    """What a request does to the logits before temperature; the defaults do nothing."""
+
+    repetition_penalty: float = 1.0  # over prompt and output ids
+    presence_penalty: float = 0.0  # over output ids, as frequency_penalty
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # id sequences that the output must not hold
+    allowed_ids: tuple[int, ...] = ()  # empty = all
+    min_tokens: int = 0  # output tokens before any of `end_ids` may be drawn
+    end_ids: tuple[int, ...] = ()
+
+
 class Sampling(NamedTuple):
     """The law of one sequence's next token, and the key of its random numbers."""
 
@@ -25,6 +38,15 @@ class Sampling(NamedTuple):
     top_p: float = 1.0  # 1 = off
     seed: int = 0  # 0 <= seed < 2**64
     choice: int = 0  # index of the sample within its prompt (0 for n = 1)
+    min_p: float = 0.0  # 0 = off
+    shaping: Shaping | None = None  # None = the logits as they are
+
+
+class TokenLogprob(NamedTuple):
+    """Natural logarithms of the target's unprocessed law at one emitted token."""
+
+    logprob: float  # of the token itself
+    top: tuple[tuple[int, float], ...]  # the likeliest (id, logprob), likeliest first
 
 
 class Law(NamedTuple):
@@ -87,11 +109,12 @@ class Rows:
     position: list[int] = field(default_factory=list)  # output position of the first choice
     sampling: list[Sampling] = field(default_factory=list)
     law: list[Law | None] = field(default_factory=list)  # only with the ratio rule
+    num_logprobs: list[int | None] = field(default_factory=list)  # likeliest told; None = nothing
 
     def __post_init__(self) -> None:
         _check_columns(
             self.row, self.start, self.ids, self.num_drafted, self.decides, self.position,
-            self.sampling, self.law,
+            self.sampling, self.law, self.num_logprobs,
         )  # fmt: skip
 
     @property
@@ -106,10 +129,11 @@ class Outcomes:
 
     accepted: list[int] = field(default_factory=list)  # 0 where nothing was decided
     next_id: list[int] = field(default_factory=list)  # -1 where nothing was decided
+    logprobs: list[list[TokenLogprob]] = field(default_factory=list)  # of accepted + 1 ids; or []
     seconds: float = 0.0  # time spent in the pass
 
     def __post_init__(self) -> None:
-        _check_columns(self.accepted, self.next_id)
+        _check_columns(self.accepted, self.next_id, self.logprobs)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from outrider.actors.messages import TokenLogprob
+
 
 @dataclass(frozen=True)
 class GenerateRequest:
@@ -13,11 +15,22 @@ class GenerateRequest:
     temperature: float = 1.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0  # in (0, 1]
+    min_p: float = 0.0  # in [0, 1]
+    repetition_penalty: float = 1.0  # > 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (id, what is added), ids distinct
+    bad_words: tuple[tuple[int, ...], ...] = ()  # id sequences, none empty
+    allowed_token_ids: tuple[int, ...] = ()  # empty = all
     seed: int | None = None  # any int; None = drawn per prompt, returned in the deltas
     max_tokens: int | None = None  # None = to the context's end
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0  # output tokens before anything may end the answer
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # likeliest tokens told beside each emitted one; None = nothing
     num_speculative_tokens: int | None = None  # None = as configured; 0 = plain decoding
 
 
@@ -77,12 +90,13 @@ class Delta:
 
     index: int  # prompt * n + choice
     ids: list[int]  # includes the id that ended the answer
-    text: str  # excludes it; whole UTF-8 characters only
+    text: str  # excludes it unless include_stop_str_in_output; whole UTF-8 characters only
     seed: int  # the seed used; of a user's seed, the number given
     finish_reason: str | None = None  # "stop" | "length"
     stop_reason: int | str | None = None  # the stop id or stop string that ended it
     speculation: SpeculationCounts | None = None  # with the finish_reason
     num_passes: int = 0  # with the finish_reason: target passes that decided tokens of it
+    logprobs: list[TokenLogprob] | None = None  # one for each of `ids`, if asked for
 
 
 @dataclass(frozen=True)

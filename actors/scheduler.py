@@ -156,6 +156,7 @@ class Scheduler:
             rows.position.append(sequence.position)
             rows.sampling.append(sequence.sampling)
             rows.law.append(block.law)
+            rows.num_logprobs.append(sequence.num_logprobs)
             batch.sequences.append(sequence)
             batch.blocks.append(block)
         return batch

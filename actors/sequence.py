@@ -58,6 +58,7 @@ class Sequence:
         *,
         seed: int | None = None,
         num_speculative_tokens: int | None = None,
+        num_logprobs: int | None = None,
     ) -> None:
         self.id = id
         self.index = index  # of the answer within its request
@@ -66,6 +67,7 @@ class Sequence:
         self.sampling = sampling
         self.rules = rules
         self.seed = sampling.seed if seed is None else seed  # as the client wrote it
+        self.num_logprobs = num_logprobs
         self.row: int | None = None  # of the target's cache
         self.num_cached = 0  # committed ids that the target's cache holds
         self.num_passes = 0

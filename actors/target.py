@@ -94,7 +94,7 @@ class TargetWorker:
             kept, own = next(decided) if decides else (0, -1)
             accepted.append(kept)
             next_id.append(own)
-        return Outcomes(accepted, next_id, time.perf_counter() - begin)
+        return Outcomes(accepted, next_id, [[] for _ in accepted], time.perf_counter() - begin)
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> None:

@@ -85,7 +85,8 @@ class SimulatedTarget(_Worker):
         begin = time.perf_counter()
         await asyncio.sleep(self._simulation.target(rows.num_ids))
         accepted = [self._toss(drafted) for drafted in rows.num_drafted]
-        return Outcomes(accepted, [1] * len(accepted), time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+        return Outcomes(accepted, [1] * len(accepted), [[] for _ in accepted], seconds)
 
     def _toss(self, drafted: int) -> int:
         for accepted in range(drafted):

@@ -145,4 +145,4 @@ def decide(model: Model, rows: Rows) -> Outcomes:
     accepted, next_id = [0] * len(rows.row), [-1] * len(rows.row)
     for i, kept, own in zip(deciding, *verify(logits, blocks), strict=True):
         accepted[i], next_id[i] = kept, own
-    return Outcomes(accepted, next_id)
+    return Outcomes(accepted, next_id, [[] for _ in accepted])

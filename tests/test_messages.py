@@ -37,9 +37,10 @@ COLUMNS: list[tuple[type[Any], dict[str, list[Any]]]] = [
             "position": [0],
             "sampling": [Sampling()],
             "law": [None],
+            "num_logprobs": [None],
         },
     ),
-    (Outcomes, {"accepted": [1], "next_id": [5]}),
+    (Outcomes, {"accepted": [1], "next_id": [5], "logprobs": [[]]}),
 ]
 CASES = [(kind, columns, name) for kind, columns in COLUMNS for name in columns]
 
@@ -85,7 +86,7 @@ def test_a_law_travels_with_its_proposal() -> None:
 def test_rows_count_the_tokens_of_their_pass() -> None:
     rows = Rows(
         [0, 1], [0, 4], [[1, 2, 3], [4]], [0, 0], [False, True], [0, 0], [Sampling()] * 2,
-        [None, None],
+        [None, None], [None, None],
     )  # fmt: skip
     assert rows.num_ids == 4
     assert Rows().num_ids == 0

@@ -63,7 +63,7 @@ class SimulatedTarget:
                 kept += 1
             accepted.append(kept)
             next_ids.append(next_id(known + drafted[:kept], seed))
-        return Outcomes(accepted, next_ids, 0.5)
+        return Outcomes(accepted, next_ids, [[] for _ in accepted], 0.5)
 
 
 def decode(ids: list[int]) -> str:
