@@ -18,23 +18,19 @@ IGNORED = frozenset(
         "store", "user",
         # vLLM
         "cache_salt", "priority", "request_id", "return_mm_kwargs", "return_token_offsets",
-        "return_tokens_as_token_ids", "routed_experts_prompt_start", "session_id",
-        "stream_interval", "truncation_side",
+        "routed_experts_prompt_start", "session_id", "stream_interval", "truncation_side",
     }
 )  # fmt: skip
 
-# Not served yet, with the values (besides null) at which they ask for nothing.
+# Not served, with the values (besides null) at which they ask for nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
     # OpenAI
     "audio": (),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "logit_bias": ({},),
     "modalities": (["text"],),
     "moderation": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
     "response_format": ({"type": "text"},),
     "tool_choice": ("none", "auto"),
@@ -43,8 +39,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "web_search_options": (),
     # vLLM
     "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "chat_template": (),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -58,26 +52,23 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "guided_regex": (),
     "guided_whitespace_pattern": (),
     "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
     "kv_transfer_params": ({},),
     "length_penalty": (1,),
     "logits_processors": ([],),
     "logprob_token_ids": ([],),
     "media_io_kwargs": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "mm_processor_kwargs": ({},),
     "prompt_embeds": (),
     "prompt_logprobs": (False,),  # 0 asks for those of the prompt's own tokens
     "repetition_detection": (),
-    "repetition_penalty": (1,),
     "return_prompt_text": (False,),
-    "skip_special_tokens": (True,),
+    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
     "structured_outputs": ({},),
     "thinking_token_budget": (-1,),
     "truncate_prompt_tokens": (),
+    "typical_p": (1,),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
@@ -86,14 +77,11 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
 COMPLETION_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL,
     "add_special_tokens": (True,),
-    "logprobs": (False,),  # 0 asks for those of the emitted tokens
     "suffix": ("",),
 }
 CHAT_NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL,
     "add_special_tokens": (False,),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
 }
 
 
@@ -117,7 +105,7 @@ def screen(
     unserved = [name for name, value in rest.items() if not _is_in(value, neutral[name])]
     if unserved:
         names = ", ".join(unserved)
-        raise RequestError(f"not supported yet, leave it out: {names}", unserved[0])
+        raise RequestError(f"not supported, leave it out: {names}", unserved[0])
     return {name: value for name, value in given.items() if name in served}
 
 

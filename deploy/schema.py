@@ -6,16 +6,16 @@ null means "not given". Knows the vocabulary's and the context's size only as nu
 """
 
 import re
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from itertools import chain
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
-    PlainValidator,
     ValidationError,
     model_validator,
 )
@@ -23,13 +23,22 @@ from pydantic import (
 from outrider.actors.requests import GenerateRequest
 from outrider.cluster.errors import RequestError
 from outrider.deploy.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, screen
+from outrider.deploy.values import (
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    BadWord,
+    LogitBias,
+    NumLogprobs,
+    Penalty,
+    PromptField,
+    StopStrings,
+    Text,
+    TokenId,
+)
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 MAX_N = 128
-MAX_STOP_STRINGS = 16
 MAX_SPECULATIVE_TOKENS = 64
-
-Prompts = list[str] | list[list[int]]
 
 
 class _Strict(BaseModel):
@@ -44,23 +53,6 @@ class StreamOptions(_Strict):
     continuous_usage_stats: Literal[False] | None = None
 
 
-def _listed(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-def _encodable(value: str) -> str:
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError("holds half of a surrogate pair, which is no text") from error
-    return value
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-StopString = Annotated[str, Field(min_length=1), AfterValidator(_encodable)]
-
-
 class GenerationBody(_Strict):
     """The fields that completions and chat have in common."""
 
@@ -70,13 +62,21 @@ class GenerationBody(_Strict):
     temperature: float = Field(1.0, ge=0, le=2)  # 0 = greedy
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, lt=2**31)  # 0 and -1 = off
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: LogitBias = {}
+    bad_words: list[BadWord] = Field([], max_length=MAX_BAD_WORDS)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
     n: int = Field(1, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[StopString], BeforeValidator(_listed)] = Field(
-        default=[], max_length=MAX_STOP_STRINGS
-    )
-    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
+    stop: StopStrings = []
+    stop_token_ids: list[TokenId] = []
+    min_tokens: int = Field(0, ge=0, lt=2**31)
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None
     return_token_ids: bool = False
@@ -91,6 +91,10 @@ class GenerationBody(_Strict):
             raise RequestError(
                 "max_tokens and max_completion_tokens differ: give one of them", "max_tokens"
             )
+        if self.limit is not None and self.min_tokens > self.limit:
+            raise RequestError(
+                f"min_tokens: {self.min_tokens} is more than max_tokens, {self.limit}", "min_tokens"
+            )
         return self
 
     @property
@@ -103,8 +107,18 @@ class GenerationBody(_Strict):
         """Whether a stream ends with a chunk of its own for the usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
-    def to_request(self, request_id: str, prompts: list[list[int]]) -> GenerateRequest:
-        """The request for the coordinator, with the prompts tokenised."""
+    @property
+    @abstractmethod
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell beside each emitted one; None = no logprobs at all."""
+
+    def to_request(
+        self,
+        request_id: str,
+        prompts: list[list[int]],
+        bad_words: Iterable[tuple[int, ...]] = (),
+    ) -> GenerateRequest:
+        """The request for the coordinator, with the prompts and the bad words tokenised."""
         return GenerateRequest(
             request_id=request_id,
             prompts=prompts,
@@ -112,44 +126,41 @@ class GenerationBody(_Strict):
             temperature=self.temperature,
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            bad_words=tuple(bad_words),
+            allowed_token_ids=tuple(sorted(set(self.allowed_token_ids or ()))),
             seed=self.seed,
             max_tokens=self.limit,
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
+            min_tokens=self.min_tokens,
             ignore_eos=self.ignore_eos,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+            skip_special_tokens=self.skip_special_tokens,
+            logprobs=self.num_logprobs,
             num_speculative_tokens=self.num_speculative_tokens,
         )
-
-
-def _prompts(value: object) -> Prompts:
-    if isinstance(value, str):
-        return [_encodable(value)]
-    if isinstance(value, list) and value:
-        if all(type(item) is int for item in value):
-            return [_ids(value)]
-        if all(isinstance(item, str) for item in value):
-            return [_encodable(item) for item in value]
-        if all(isinstance(item, list) and item for item in value):
-            return [_ids(item) for item in value]
-    raise ValueError("must be a string, a list of strings, token ids or a list of lists of them")
-
-
-def _ids(value: list[Any]) -> list[int]:
-    for item in value:
-        if type(item) is not int or item < 0:
-            raise ValueError(f"{item!r} is not a token id")
-    return value
 
 
 class CompletionBody(GenerationBody):
     """A request to continue one or more prompts."""
 
-    prompt: Annotated[Prompts, PlainValidator(_prompts)]
+    prompt: PromptField
+    logprobs: NumLogprobs = None
 
     @property
     def limit(self) -> int | None:
         """Most tokens of one answer."""
         return super().limit or COMPLETION_MAX_TOKENS
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell beside each emitted one; None = no logprobs at all."""
+        return self.logprobs
 
 
 class TextPart(_Strict):
@@ -178,7 +189,9 @@ class Message(_Strict):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_one_text)]
+    content: Annotated[
+        Text, BeforeValidator(_one_text, json_schema_input_type=Text | list[TextPart])
+    ]
     name: Text | None = None
 
     @model_validator(mode="before")
@@ -201,6 +214,19 @@ class ChatBody(GenerationBody):
     """A request for the next message of a conversation."""
 
     messages: list[Message] = Field(min_length=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> "ChatBody":
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs: true", "top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens to tell beside each emitted one; None = no logprobs at all."""
+        return self.top_logprobs if self.logprobs else None
 
 
 Body = TypeVar("Body", bound=GenerationBody)
@@ -216,14 +242,24 @@ def parse_chat(body: object) -> ChatBody:
     return _parse(ChatBody, CHAT_NEUTRAL, body)
 
 
-def check_vocabulary(body: GenerationBody, prompts: list[list[int]], size: int) -> None:
+def check_vocabulary(
+    body: GenerationBody,
+    prompts: list[list[int]],
+    size: int,
+    bad_words: Iterable[tuple[int, ...]] = (),
+) -> None:
     """Refuse token ids that the vocabulary of `size` ids does not have."""
-    for ids in prompts:
-        if max(ids, default=0) >= size:
-            raise RequestError(f"token id {max(ids)} is not below {size}", "prompt")
-    if max(body.stop_token_ids, default=0) >= size:
-        message = f"token id {max(body.stop_token_ids)} is not below {size}"
-        raise RequestError(message, "stop_token_ids")
+    given: dict[str, Iterable[int]] = {
+        "messages" if isinstance(body, ChatBody) else "prompt": chain.from_iterable(prompts),
+        "stop_token_ids": body.stop_token_ids,
+        "logit_bias": body.logit_bias,
+        "allowed_token_ids": body.allowed_token_ids or (),
+        "bad_words": chain.from_iterable(bad_words),
+    }
+    for param, ids in given.items():
+        largest = max(ids, default=0)
+        if largest >= size:
+            raise RequestError(f"{param}: token id {largest} is not below {size}", param)
 
 
 def check_context(prompts: list[list[int]], max_model_len: int, param: str) -> None:
