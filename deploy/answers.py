@@ -3,14 +3,17 @@
 `Answer` collects what one request has got so far; `chunks` words a few new deltas, `whole` all of
 them. Beside OpenAI's fields every choice tells its `seed`, vLLM's `stop_reason` and, if asked,
 `token_ids` and `prompt_token_ids`; every answer tells `metrics.speculative_decoding`.
+Logprobs have an entry for every emitted id, the one that ended the answer included.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from outrider.actors.messages import TokenLogprob
 from outrider.actors.requests import Delta, GenerateRequest, SpeculationCounts
+from outrider.deploy.logprobs import Texts, chat_form, completions_form
 
 Kind = Literal["completions", "chat"]
 
@@ -19,16 +22,22 @@ Kind = Literal["completions", "chat"]
 class _Choice:
     text: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    num_characters: int = 0  # of the texts of `ids` one by one; counted for logprobs only
     last: Delta | None = None  # set once it ended
 
 
 @dataclass
 class Answer:
-    """What one request got so far; `num_spec_tokens` is the longest draft it may get."""
+    """What one request got so far; `num_spec_tokens` is the longest draft it may get.
+
+    `texts` has the tokens of all logprobs in time: before their delta comes.
+    """
 
     kind: Kind
     model: str
     request: GenerateRequest
+    texts: Texts = field(default_factory=dict)
     num_spec_tokens: int = 0
     return_token_ids: bool = False
     include_usage: bool = False
@@ -52,6 +61,9 @@ class Answer:
         choice = self.choices.setdefault(delta.index, _Choice())
         choice.text.append(delta.text)
         choice.ids += delta.ids
+        if self.request.logprobs is not None:
+            choice.logprobs += delta.logprobs or []
+            choice.num_characters += sum(len(self.texts[index].text) for index in delta.ids)
         if delta.finish_reason is not None:
             choice.last = delta
             self.num_ended += 1
@@ -96,7 +108,8 @@ class Answer:
         content: dict[str, Any] = {"text": text}
         if self.kind == "chat":
             content = {"message": {"role": "assistant", "content": text, "refusal": None}}
-        body = {"index": index, **content, "logprobs": None, **_ending(choice.last)}
+        logprobs = self._logprobs(choice, choice.ids, choice.logprobs)
+        body = {"index": index, **content, "logprobs": logprobs, **_ending(choice.last)}
         if self.return_token_ids:
             body["prompt_token_ids"] = self.request.prompts[index // self.request.n]
             body["token_ids"] = choice.ids
@@ -110,12 +123,23 @@ class Answer:
         ending: dict[str, Any] = {"finish_reason": None, "stop_reason": None}
         if delta.finish_reason is not None:
             ending = _ending(delta)
-        body = {"index": delta.index, **content, "logprobs": None, **ending}
+        logprobs = self._logprobs(self.choices[delta.index], delta.ids, delta.logprobs or [])
+        body = {"index": delta.index, **content, "logprobs": logprobs, **ending}
         if self.return_token_ids:
             if is_first:
                 body["prompt_token_ids"] = self.request.prompts[delta.index // self.request.n]
             body["token_ids"] = delta.ids
         return body
+
+    def _logprobs(
+        self, choice: _Choice, ids: Sequence[int], told: Sequence[TokenLogprob]
+    ) -> dict[str, Any] | None:
+        """Those of the last `ids` that the choice has got; None if nobody asked."""
+        if self.request.logprobs is None:
+            return None
+        if self.kind == "chat":
+            return chat_form(ids, told, self.texts)
+        return completions_form(ids, told, self.texts, choice.num_characters)
 
     def _usage(self) -> dict[str, int]:
         """Every prompt counts once, however many choices it has; emitted ids count all."""

@@ -44,6 +44,35 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Logprob:
+    """The target's law at one emitted token: natural logarithms, before any processing."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]  # the likeliest tokens, as the API told them
+
+    @classmethod
+    def read(cls, logprobs: Mapping[str, Any] | None) -> "tuple[Logprob, ...] | None":
+        """From the `logprobs` of a choice, in either form; None if there are none."""
+        if logprobs is None:
+            return None
+        if "content" in logprobs:
+            return tuple(
+                cls(
+                    token=entry["token"],
+                    logprob=entry["logprob"],
+                    top=tuple((top["token"], top["logprob"]) for top in entry["top_logprobs"]),
+                )
+                for entry in logprobs["content"]
+            )
+        columns = (logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"])
+        return tuple(
+            cls(token, logprob, tuple(top.items()))
+            for token, logprob, top in zip(*columns, strict=True)
+        )
+
+
+@dataclass(frozen=True)
 class Choice:
     """One of the n samples of an answer."""
 
@@ -52,6 +81,7 @@ class Choice:
     finish_reason: str  # "stop" | "length"
     stop_reason: int | str | None  # the stop id or stop string that ended it
     seed: int
+    logprobs: tuple[Logprob, ...] | None = None  # one for each of the token ids, if asked for
 
     @classmethod
     def read(cls, choice: Mapping[str, Any]) -> "Choice":
@@ -63,6 +93,7 @@ class Choice:
             finish_reason=choice["finish_reason"],
             stop_reason=choice["stop_reason"],
             seed=choice["seed"],
+            logprobs=Logprob.read(choice.get("logprobs")),
         )
 
 
@@ -99,6 +130,11 @@ class Completion:
         """The seed that was used: with it, the same request has the same answer."""
         return self.choices[0].seed
 
+    @property
+    def logprobs(self) -> tuple[Logprob, ...] | None:
+        """One for each of the token ids, if asked for."""
+        return self.choices[0].logprobs
+
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> "Completion":
         """From an answer of the API."""
@@ -120,6 +156,7 @@ class Chunk:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     seed: int | None = None  # with the finish_reason
+    logprobs: tuple[Logprob, ...] | None = None  # one for each of the token ids, if asked for
     speculation: Speculation | None = None  # of the request, with its last chunk
 
     @classmethod
@@ -133,5 +170,6 @@ class Chunk:
             finish_reason=choice.get("finish_reason"),
             stop_reason=choice.get("stop_reason"),
             seed=choice.get("seed"),
+            logprobs=Logprob.read(choice.get("logprobs")),
             speculation=Speculation.read(metrics),
         )

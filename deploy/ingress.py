@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
 from ray import serve
 from starlette.types import ASGIApp
 
@@ -33,24 +32,11 @@ from outrider.deploy.schema import (
     parse_chat,
     parse_completion,
 )
+from outrider.deploy.tokens import Tokenizer, Tokens
 
 CONTROL_TIMEOUT_S = 10.0  # for the coordinator's answer to a question that needs no decoding
 
 _log = logging.getLogger(__name__)
-
-
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is needed here."""
-
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """The text's token ids."""
-
-    def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool
-    ) -> Any:
-        """The conversation as one text."""
 
 
 class DeltaStream(Protocol):
@@ -80,8 +66,7 @@ class Ingress:
         self.model_name = settings.model_name
         self._coordinator = coordinator
         self._streaming = coordinator.options(stream=True)
-        self._tokenizer = tokenizer or _load_tokenizer(settings)
-        self._tokenizing = asyncio.Lock()  # Rust tokenizers are not safe to share among threads
+        self._tokens = Tokens(tokenizer or _load_tokenizer(settings))
         self._card: ModelCard | None = None
         self._num_spec_tokens = max(
             (draft.num_speculative_tokens for draft in settings.drafts), default=0
@@ -164,15 +149,17 @@ class Ingress:
             raise RequestError(f"no such kind of request: {kind!r}")
         self.check_model(parsed.model)
         card = await self._describe()
-        prompts = await self._tokenize(parsed)
+        prompts = await self._tokens.encode_prompts(parsed)
         check_context(prompts, card.max_model_len, "messages" if kind == "chat" else "prompt")
-        check_vocabulary(parsed, prompts, card.vocabulary_size)
-        request = parsed.to_request(request_id or uuid.uuid4().hex, prompts)
+        bad_words = await self._tokens.encode_bad_words(parsed.bad_words)
+        check_vocabulary(parsed, prompts, card.vocabulary_size, bad_words)
+        request = parsed.to_request(request_id or uuid.uuid4().hex, prompts, bad_words)
         asked = parsed.num_speculative_tokens
         answer = Answer(
             kind=kind,
             model=self.model_name,
             request=request,
+            texts=self._tokens.texts,
             # A request may ask for longer drafts than the settings do, if there are drafts.
             num_spec_tokens=self._num_spec_tokens
             if asked is None or self._num_spec_tokens == 0
@@ -189,33 +176,6 @@ class Ingress:
                 f"The model {name!r} does not exist: this server has {self.model_name!r}", "model"
             )
 
-    async def _tokenize(self, parsed: CompletionBody | ChatBody) -> list[list[int]]:
-        if isinstance(parsed, CompletionBody) and isinstance(parsed.prompt[0], list):
-            return [ids for ids in parsed.prompt if isinstance(ids, list)]
-        async with self._tokenizing:
-            return await asyncio.to_thread(self._encode, parsed)
-
-    def _encode(self, parsed: CompletionBody | ChatBody) -> list[list[int]]:
-        if isinstance(parsed, CompletionBody):
-            texts = [text for text in parsed.prompt if isinstance(text, str)]
-            return [self._tokenizer.encode(text, add_special_tokens=True) for text in texts]
-        if not self._tokenizer.chat_template:
-            raise RequestError(
-                f"the model {self.model_name!r} has no chat template: use /v1/completions",
-                "messages",
-            )
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [message.to_template() for message in parsed.messages],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except TemplateError as error:
-            raise RequestError(
-                f"the model's chat template refuses the messages: {error}", "messages"
-            ) from error
-        return [self._tokenizer.encode(text, add_special_tokens=False)]
-
     async def _deltas(self, prepared: _Prepared) -> AsyncGenerator[list[Delta], None]:
         """The coordinator's items; the stream is cancelled however this ends."""
         request, answer = prepared.request, prepared.answer
@@ -223,6 +183,7 @@ class Ingress:
         stream: DeltaStream = self._streaming.generate.remote(request)
         try:
             async for deltas in stream:
+                await self._tokens.read(deltas)
                 yield deltas
             if not answer.is_finished:
                 raise UnavailableError("the coordinator ended the stream before the answer")
