@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.cluster.errors import RequestError
 from outrider.deploy.answers import Kind
 from outrider.deploy.failures import Failure, describe_failure
+from outrider.deploy.openapi import describe_api
 
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 128  # characters
@@ -57,7 +58,7 @@ def build_routes(answers: Answers, *, echo_request_id: bool = True) -> FastAPI:
 
     Without `echo_request_id` the x-request-id of a response is left to the server in front.
     """
-    app = FastAPI(title="Outrider", openapi_url=None)
+    app = FastAPI(openapi_url=None)  # it knows no bodies: they are checked without it
 
     async def answer(kind: Kind, request: Request) -> Response:
         body = await _read_json(request)
@@ -96,6 +97,10 @@ def build_routes(answers: Answers, *, echo_request_id: bool = True) -> FastAPI:
             return _json({"status": "ok"})
 
         return await _guard(request, check())
+
+    @app.get("/openapi.json")
+    async def openapi() -> Response:
+        return _json(describe_api())
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:

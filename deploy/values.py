@@ -37,10 +37,9 @@ def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+_StopList = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS)]
 StopStrings = Annotated[
-    list[StopString],
-    Field(max_length=MAX_STOP_STRINGS),
-    BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
+    _StopList, BeforeValidator(_listed, json_schema_input_type=StopString | _StopList)
 ]
 
 
@@ -64,8 +63,9 @@ LogitBias = Annotated[
     Field(max_length=MAX_BIASES),
     BeforeValidator(
         _by_id,
-        json_schema_input_type=dict[
-            Annotated[str, StringConstraints(pattern=r"^[0-9]{1,18}$")], Bias
+        json_schema_input_type=Annotated[
+            dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,18}$")], Bias],
+            Field(max_length=MAX_BIASES, json_schema_extra={"additionalProperties": False}),
         ],
     ),
 ]
