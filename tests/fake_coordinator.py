@@ -1,8 +1,10 @@
 """A coordinator's Serve handle without Ray: answers by a script, records what it was asked."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
+from outrider.actors.messages import TokenLogprob
 from outrider.actors.requests import Delta, GenerateRequest, ModelCard, SpeculationCounts
 
 MODEL = "tiny"
@@ -19,8 +21,21 @@ def counts(*blocks: tuple[int, int]) -> SpeculationCounts:
     return total
 
 
+def logprobs_of(request: GenerateRequest, ids: list[int]) -> list[TokenLogprob] | None:
+    """If asked for: -id for each id, beside the likeliest, which are always A, B, and so on."""
+    if request.logprobs is None:
+        return None
+    top = tuple((ord("A") + rank, -0.25 * (rank + 1)) for rank in range(request.logprobs))
+    return [TokenLogprob(-float(index), top) for index in ids]
+
+
 def deltas_of(request: GenerateRequest, index: int) -> Iterator[Delta]:
     """Three deltas for choice `index`: its text is "<index>é…", its ids 10 * index + 1, 2, 3, 4."""
+    for delta in _silent_deltas_of(request, index):
+        yield replace(delta, logprobs=logprobs_of(request, delta.ids))
+
+
+def _silent_deltas_of(request: GenerateRequest, index: int) -> Iterator[Delta]:
     seed = request.seed if request.seed is not None else 1000 + index // request.n
     first = 10 * index
     yield Delta(index, [first + 1], f"<{index}>", seed)
@@ -92,7 +107,7 @@ class FakeCoordinator:
 
 
 class CharTokenizer:
-    """One id per character, its code point; id 1 begins a text."""
+    """One id per character, its code point; id 1 begins a text and is shown as <s>."""
 
     def __init__(self, chat_template: str | None = "{{ messages }}") -> None:
         self.chat_template = chat_template
@@ -100,6 +115,16 @@ class CharTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """The text's ids."""
         return [1] * add_special_tokens + [ord(character) for character in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The ids' text; surrogates are no characters."""
+        special = "" if skip_special_tokens else "<s>"
+        letters = (special if index == 1 else chr(index) for index in token_ids)
+        return "".join(letters).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def convert_ids_to_tokens(self, ids: int) -> str:
+        """The id's character."""
+        return chr(ids)
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, add_generation_prompt: bool, tokenize: bool

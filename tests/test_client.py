@@ -15,6 +15,7 @@ from outrider.actors.requests import Delta
 from outrider.cluster.config import parse_settings
 from outrider.cluster.errors import OverloadedError, RequestError, UnavailableError
 from outrider.deploy.client import AsyncClient, Client
+from outrider.deploy.completion import Logprob
 from outrider.deploy.ingress import Ingress
 from outrider.deploy.routes import build_routes
 
@@ -166,6 +167,39 @@ async def test_a_stream_adds_up_to_the_answer(name):
     assert [chunk.finish_reason for chunk in chunks] == [None, None, "stop"]
     assert chunks[-1].seed == whole.seed and chunks[-1].speculation == whole.speculation
     assert chunks[0].speculation is None
+
+
+@ways
+@pytest.mark.parametrize(
+    ("prompt", "fields", "has_own"),
+    [("hi", {"logprobs": 2}, True), (HELLO, {"logprobs": True, "top_logprobs": 2}, False)],
+)
+async def test_logprobs_are_one_kind_of_object_from_both_apis(name, prompt, fields, has_own):
+    async with AsyncClient(**way(name, FakeCoordinator())) as client:
+        whole = await client.generate(prompt, **fields)
+        chunks = [chunk async for chunk in client.stream(prompt, **fields)]
+        silent = await client.generate(prompt)
+    tokens = ("<s>", "\x02", "\x03", "\x04")
+    assert whole.logprobs == tuple(
+        Logprob(token, -number, (("A", -0.25), ("B", -0.5), *([(token, -number)] * has_own)))
+        for number, token in enumerate(tokens, 1)
+    )
+    assert sum((chunk.logprobs for chunk in chunks), ()) == whole.logprobs
+    assert len(whole.logprobs) == len(whole.token_ids)
+    assert silent.logprobs is None
+
+
+@ways
+async def test_sampling_options_are_passed_on(name):
+    coordinator = FakeCoordinator()
+    async with AsyncClient(**way(name, coordinator)) as client:
+        await client.generate(
+            "hi", min_p=0.1, logit_bias={7: -1}, bad_words=("x",), allowed_token_ids=(5, 7)
+        )
+    (request,) = coordinator.requests
+    assert (request.min_p, request.logit_bias) == (0.1, ((7, -1.0),))
+    assert request.bad_words == ((ord("x"),), (ord(" "), ord("x")))
+    assert request.allowed_token_ids == (5, 7)
 
 
 @ways

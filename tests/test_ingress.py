@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 
 import httpx
 import httpx2
@@ -10,15 +11,18 @@ import pytest
 from ray import serve
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import BackPressureError
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from outrider.actors.messages import TokenLogprob
 from outrider.actors.requests import Delta
 from outrider.cluster.config import parse_settings
 from outrider.cluster.errors import OverloadedError, RequestError, UnavailableError
 from outrider.deploy.client import Client
 from outrider.deploy.ingress import Ingress, make_ingress
 from outrider.deploy.routes import build_routes, clean_request_id
+from outrider.deploy.schema import ChatBody, CompletionBody
+from outrider.deploy.tokens import read_token
 
 from .fake_coordinator import CARD, MODEL, CharTokenizer, FakeCoordinator, answer, deltas_of
 
@@ -206,6 +210,162 @@ async def test_what_stopped_an_answer_is_told():
     assert [choice["stop_reason"] for choice in got["choices"]] == ["END", 6]
 
 
+async def test_bad_words_are_tokenised_with_and_without_a_space_before(coordinator):
+    async with client_over(coordinator) as client:
+        for words in (["ab", "c"], [" ", "ab", "ab"]):
+            body = {**CHAT, "bad_words": words}
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+    a, b, c, space = map(ord, "abc ")
+    assert [request.bad_words for request in coordinator.requests] == [
+        ((a, b), (space, a, b), (c,), (space, c)),
+        ((space,), (space, space), (a, b), (space, a, b)),
+    ]
+
+
+async def test_a_bad_word_without_tokens_is_refused(coordinator):
+    tokenizer = template_tokenizer()
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    async with client_over(coordinator, tokenizer) as client:
+        body = {"prompt": "hi", "bad_words": ["hi", "\t"]}
+        response = await client.post("/v1/completions", json=body)
+        same = await client.post("/v1/completions", json={"prompt": "hi", "bad_words": ["hi"]})
+    assert response.status_code == 400 and same.status_code == 200
+    assert response.json()["error"]["param"] == "bad_words"
+    assert coordinator.requests[0].bad_words == ((3,),)
+
+
+TOP = [("A", -0.25), ("B", -0.5)]
+SAID = [("<s>", -1.0), ("\x02", -2.0), ("\x03", -3.0), ("\x04", -4.0)]  # ids 1 to 4
+
+
+@pytest.mark.parametrize("k", [0, 2])
+async def test_completions_tell_logprobs_in_columns(coordinator, k):
+    async with client_over(coordinator) as client:
+        body = {**COMPLETION, "logprobs": k}
+        got = (await client.post("/v1/completions", json=body)).json()["choices"][0]["logprobs"]
+    assert got == {
+        "tokens": [token for token, _ in SAID],
+        "token_logprobs": [logprob for _, logprob in SAID],
+        "top_logprobs": [{**dict(TOP[:k]), token: logprob} for token, logprob in SAID],
+        "text_offset": [0, 3, 4, 5],
+    }
+
+
+@pytest.mark.parametrize("k", [0, 2])
+async def test_chat_tells_logprobs_in_entries(coordinator, k):
+    def entry(token, logprob):
+        return {"token": token, "logprob": logprob, "bytes": list(token.encode())}
+
+    async with client_over(coordinator) as client:
+        body = {**CHAT, "logprobs": True, "top_logprobs": k}
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.json()["choices"][0]["logprobs"] == {
+        "content": [
+            {**entry(*said), "top_logprobs": [entry(*top) for top in TOP[:k]]} for said in SAID
+        ],
+        "refusal": None,
+    }
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {**COMPLETION, "logprobs": 2}),
+        ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}),
+    ],
+)
+async def test_the_logprobs_of_chunks_add_up_to_the_whole(coordinator, path, body):
+    body = {**body, "n": 3, "return_token_ids": True}
+    async with client_over(coordinator) as client:
+        whole = (await client.post(path, json=body)).json()
+        response = await client.post(path, json={**body, "stream": True})
+    added = [{name: [] for name in choice["logprobs"]} for choice in whole["choices"]]
+    for chunk in read_events(response.text):
+        (choice,) = chunk["choices"]
+        for name, entries in choice["logprobs"].items():
+            assert entries is None or len(entries) == len(choice["token_ids"])
+            added[choice["index"]][name] += entries or []
+    assert added == [
+        {name: entries or [] for name, entries in choice["logprobs"].items()}
+        for choice in whole["choices"]
+    ]
+
+
+async def test_logprobs_are_always_numbers_and_the_likelier_of_equal_texts():
+    async def extreme(request):
+        top = ((0xD800, -1.5), (ord("a"), -math.inf), (0xD801, -0.5), (0xD802, math.nan))
+        told = [TokenLogprob(-math.inf, top), TokenLogprob(math.nan, ())]
+        yield [Delta(0, [ord("b"), 0xD803], "b", 1, "length", logprobs=told)]
+
+    async with client_over(FakeCoordinator(extreme)) as client:
+        for path, body in (
+            ("/v1/completions", {**COMPLETION, "logprobs": 4}),
+            ("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 4}),
+        ):
+            response = await client.post(path, json=body)
+            assert response.status_code == 200
+            if "logprobs" in body and body["logprobs"] == 4:
+                told = response.json()["choices"][0]["logprobs"]
+                assert told["token_logprobs"] == [-9999.0, -9999.0]
+                assert told["top_logprobs"][0] == {"\ufffd": -0.5, "a": -9999.0, "b": -9999.0}
+            else:
+                first, second = response.json()["choices"][0]["logprobs"]["content"]
+                assert first["logprob"] == second["logprob"] == -9999.0
+                got = [top["logprob"] for top in first["top_logprobs"]]
+                assert got == [-1.5, -9999.0, -0.5, -9999.0]
+
+
+async def test_without_the_question_there_are_no_logprobs(coordinator):
+    async with client_over(coordinator) as client:
+        for fields in ({}, {"logprobs": None}, {"logprobs": False}):
+            got = (await client.post("/v1/completions", json={**COMPLETION, **fields})).json()
+            assert got["choices"][0]["logprobs"] is None
+            assert coordinator.requests[-1].logprobs is None
+
+
+def byte_level_tokenizer():
+    vocabulary = {"<s>": 0, "a": 1, "Ġ": 2, "â": 3, "Ĥ": 4, "¬": 5, "âĤ¬": 6, "ï¿½": 7}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    fast.add_special_tokens({"bos_token": "<s>"})
+    return fast
+
+
+def byte_fallback_tokenizer():
+    vocabulary = {"<unk>": 0, "a": 1, "\u2581": 2, "<0xE2>": 3, "<0x82>": 4, "<0xAC>": 5, "€": 6}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
+
+
+@pytest.mark.parametrize("make", [byte_level_tokenizer, byte_fallback_tokenizer])
+def test_tokens_tell_their_true_bytes_where_they_are_parts_of_a_character(make):
+    tokens = [read_token(make(), index) for index in range(7)]
+    special, *_ = tokens
+    assert special.text in ("<s>", "<unk>") and special.data == special.text.encode()
+    assert tokens[1:3] == [("a", b"a"), (" ", b" ")]
+    assert tokens[3:6] == [("\ufffd", b"\xe2"), ("\ufffd", b"\x82"), ("\ufffd", b"\xac")]
+    assert tokens[6] == ("€", "€".encode())
+
+
+def test_a_token_may_be_the_replacement_character_itself():
+    assert read_token(byte_level_tokenizer(), 7) == ("\ufffd", "\ufffd".encode())
+
+
+async def test_openapi_tells_the_bodies_of_both_routes(coordinator):
+    async with client_over(coordinator) as client:
+        told = (await client.get("/openapi.json")).json()
+    for path, model in (("/v1/completions", CompletionBody), ("/v1/chat/completions", ChatBody)):
+        operation = told["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        name = schema["$ref"].removeprefix("#/components/schemas/")
+        assert told["components"]["schemas"][name]["properties"].keys() == model.model_fields.keys()
+        assert {"200", "4XX", "5XX"} == operation["responses"].keys()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     ("error", "status", "type_", "code"),
@@ -271,6 +431,11 @@ async def test_a_stream_that_ends_before_the_answer_is_an_error(stream):
         ("/v1/chat/completions", b"[" * 100_000),
         ("/v1/chat/completions", b'{"messages": "\xff"}'),
         ("/v1/completions", b'{"prompt": "a", "temperature": NaN}'),
+        ("/v1/completions", b'{"prompt": "a", "min_p": NaN}'),
+        ("/v1/completions", b'{"prompt": "a", "presence_penalty": -Infinity}'),
+        ("/v1/completions", b'{"prompt": "a", "logit_bias": {"5": NaN}}'),
+        ("/v1/completions", b'{"prompt": "a", "repetition_penalty": 1e999}'),
+        ("/v1/completions", b'{"prompt": "a", "min_tokens": 1' + b"0" * 5000 + b"}"),
         ("/v1/completions", b'{"prompt": "a", "\\ud800": 1}'),
         ("/v1/completions", b'{"prompt": "\\ud800"}'),
     ],
@@ -286,7 +451,11 @@ async def test_a_body_that_cannot_be_read_is_a_400(coordinator, path, content):
 async def test_refused_fields_are_named_and_nothing_is_generated(coordinator):
     async with client_over(coordinator) as client:
         for body, param in (
-            ({**COMPLETION, "min_p": 0.1}, "min_p"),
+            ({**COMPLETION, "min_p": 1.1}, "min_p"),
+            ({**COMPLETION, "typical_p": 0.9}, "typical_p"),
+            ({**COMPLETION, "logit_bias": {str(CARD.vocabulary_size): 1}}, "logit_bias"),
+            ({**COMPLETION, "allowed_token_ids": [CARD.vocabulary_size]}, "allowed_token_ids"),
+            ({**COMPLETION, "bad_words": ["a", chr(CARD.vocabulary_size)]}, "bad_words"),
             ({**COMPLETION, "stream": "yes"}, "stream"),
             ({**COMPLETION, "prompt": [CARD.vocabulary_size]}, "prompt"),
             ({**COMPLETION, "stop_token_ids": [CARD.vocabulary_size]}, "stop_token_ids"),
@@ -516,8 +685,35 @@ async def test_the_official_client_works_unchanged(coordinator):
             await client.completions.create(model="gpt", prompt="a")
         assert not_found.value.code == "model_not_found"
         with pytest.raises(openai.BadRequestError) as refused:
-            await client.completions.create(model=MODEL, prompt="a", presence_penalty=1)
+            await client.completions.create(model=MODEL, prompt="a", presence_penalty=3)
         assert refused.value.param == "presence_penalty"
+
+
+async def test_the_official_client_reads_logprobs(coordinator):
+    app = build_routes(ingress_over(coordinator))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
+    async with openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="none", http_client=http, max_retries=0
+    ) as client:
+        completion = await client.completions.create(
+            model=MODEL, prompt="a", logprobs=2, logit_bias={"5": -100}, presence_penalty=1
+        )
+        told = completion.choices[0].logprobs
+        assert list(zip(told.tokens, told.token_logprobs, strict=True)) == SAID
+        assert told.top_logprobs[1] == {**dict(TOP), "\x02": -2.0}
+        ask = {"model": MODEL, "messages": HELLO, "logprobs": True, "top_logprobs": 2}
+        whole = await client.chat.completions.create(**ask)
+        content = whole.choices[0].logprobs.content
+        assert [(entry.token, entry.logprob) for entry in content] == SAID
+        assert [(top.token, top.logprob) for top in content[0].top_logprobs] == TOP
+        assert bytes(content[0].bytes) == b"<s>"
+        chunks = [
+            chunk.choices[0].logprobs.content
+            async for chunk in await client.chat.completions.create(**ask, stream=True)
+        ]
+        assert [entry for chunk in chunks for entry in chunk] == content
+    assert coordinator.requests[0].logit_bias == ((5, -100.0),)
+    assert [request.logprobs for request in coordinator.requests] == [2, 2, 2]
 
 
 async def test_the_official_client_sees_overload_and_late_errors():

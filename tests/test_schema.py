@@ -1,10 +1,12 @@
 """What may be asked, what is ignored, what is refused, and that a refusal names the field."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from outrider.actors.requests import GenerateRequest
 from outrider.cluster.errors import RequestError
 from outrider.deploy.fields import CHAT_NEUTRAL, COMPLETION_NEUTRAL, IGNORED
 from outrider.deploy.schema import (
@@ -38,6 +40,8 @@ def test_defaults_are_those_of_openai():
     assert request.seed is None and request.stop == () and request.stop_token_ids == ()
     assert not request.ignore_eos and request.num_speculative_tokens is None
     assert chat().to_request("id", [[1]]).max_tokens is None
+    assert replace(request, max_tokens=None) == GenerateRequest("id", [[1]])
+    assert chat().to_request("id", [[1]]) == GenerateRequest("id", [[1]])
 
 
 def test_every_served_field_reaches_the_coordinator():
@@ -50,6 +54,22 @@ def test_every_served_field_reaches_the_coordinator():
     assert (request.n, request.seed, request.max_tokens) == (3, -5, 9)
     assert (request.stop, request.stop_token_ids) == (("a", "b"), (4, 5))
     assert request.ignore_eos and request.num_speculative_tokens == 0
+
+
+def test_every_sampling_option_reaches_the_coordinator():
+    for parse in (completion, chat):
+        request = parse(
+            min_p=0.1, repetition_penalty=1.2, presence_penalty=-2, frequency_penalty=0.5,
+            logit_bias={"7": -100, "05": 2}, bad_words=["x"], allowed_token_ids=[5, 3, 5],
+            min_tokens=4, max_tokens=4, include_stop_str_in_output=True, skip_special_tokens=False,
+        ).to_request("id", [[1]], [(8, 9)])  # fmt: skip
+        assert (request.min_p, request.repetition_penalty) == (0.1, 1.2)
+        assert (request.presence_penalty, request.frequency_penalty) == (-2.0, 0.5)
+        assert request.logit_bias == ((7, -100.0), (5, 2.0))
+        assert request.bad_words == ((8, 9),)
+        assert request.allowed_token_ids == (3, 5)
+        assert request.min_tokens == 4
+        assert request.include_stop_str_in_output and not request.skip_special_tokens
 
 
 @pytest.mark.parametrize("off", [-1, 0, None])
@@ -80,6 +100,53 @@ def test_null_means_not_given_for_every_field():
         ("num_speculative_tokens", [-1, 65, True, 1.5]),
         ("stream_options", [True, "x"]),
         ("model", [5, ["tiny"]]),
+        ("min_p", [-0.01, 1.01, math.nan, -math.inf, True, "0.1", []]),
+        ("presence_penalty", [-2.01, 2.01, math.nan, math.inf, False, "1", 10**400]),
+        ("frequency_penalty", [-2.01, 2.01, math.nan, -math.inf, True, "1", {}]),
+        ("repetition_penalty", [0, 0.009, 100.1, -1, math.nan, math.inf, True, "1"]),
+        (
+            "logit_bias",
+            [
+                {"5": 100.5},
+                {"5": -101},
+                {"5": math.nan},
+                {"5": math.inf},
+                {"5": True},
+                {"5": "1"},
+                {"5": None},
+                {"-1": 1},
+                {"a": 1},
+                {"": 1},
+                {"1.0": 1},
+                {"\u0665": 1},
+                {" 5": 1},
+                {-1: 1},
+                {True: 1},
+                {1.0: 1},
+                {"5": 1, "05": 1},
+                {5: 1, "5": 1},
+                {"9" * 5000: 1},
+                {str(i): 1 for i in range(1025)},
+                [[5, 1]],
+                [],
+                "5",
+                5,
+            ],
+        ),
+        (
+            "bad_words",
+            ["x", [""], ["x", ""], [5], [None], ["x" * 1025], ["x"] * 129, {"x": 1}, ["\ud800"]],
+        ),
+        ("allowed_token_ids", [[], [-1], [True], ["5"], [5.0], [None], 5, {"5": 1}]),
+        ("min_tokens", [-1, 1.5, True, "3", math.nan, 2**31, [3]]),
+        ("include_stop_str_in_output", [1, 0, "true", []]),
+        ("skip_special_tokens", [1, 0, "false", {}]),
+        ("logprobs", [-1, 21, 1.5, "5", [], math.nan]),
+        ("typical_p", [0.9, 0, True, math.nan]),
+        ("use_beam_search", [True, 0]),
+        ("best_of", [2, 0, True]),
+        ("length_penalty", [0.5]),
+        ("early_stopping", [True, "never"]),
     ],
 )
 def test_values_out_of_range_or_of_another_type_are_refused_by_name(field, values):
@@ -95,6 +162,12 @@ def test_numbers_at_the_edges_are_served():
         {"temperature": 0}, {"temperature": 2}, {"top_p": 1}, {"top_p": 1e-9}, {"n": 128},
         {"seed": 2**64 - 1}, {"seed": -(2**63)}, {"max_tokens": 1}, {"max_tokens": 10**12},
         {"stop": ["x"] * 16}, {"stop": []}, {"stop": "é"}, {"num_speculative_tokens": 64},
+        {"min_p": 0}, {"min_p": 1}, {"presence_penalty": 2}, {"presence_penalty": -2},
+        {"frequency_penalty": 2}, {"frequency_penalty": -2}, {"repetition_penalty": 0.01},
+        {"repetition_penalty": 100}, {"logit_bias": {}}, {"logit_bias": {"0": 100, 1: -100}},
+        {"logit_bias": {str(i): 0 for i in range(1024)}}, {"bad_words": []},
+        {"bad_words": ["x" * 1024] * 128}, {"allowed_token_ids": [0]}, {"min_tokens": 0},
+        {"allowed_token_ids": [7] * 1000}, {"min_tokens": 5, "max_tokens": 5},
     ):  # fmt: skip
         completion(**fields)
         chat(**fields)
@@ -177,13 +250,10 @@ def test_fields_not_served_are_accepted_at_their_neutral_value():
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("min_p", 0.1), ("presence_penalty", 0.5), ("frequency_penalty", -1),
-        ("repetition_penalty", 1.1), ("repetition_penalty", 0), ("logit_bias", {"5": 1}),
         ("tools", [{"type": "function"}]), ("tool_choice", "required"), ("echo", True),
-        ("response_format", {"type": "json_object"}), ("best_of", 2), ("min_tokens", 3),
-        ("bad_words", ["x"]), ("include_stop_str_in_output", True), ("logprobs", True),
-        ("logprobs", 5), ("logprobs", 0), ("prompt_logprobs", 0), ("use_beam_search", True),
-        ("skip_special_tokens", False), ("min_p", False), ("presence_penalty", math.nan),
+        ("response_format", {"type": "json_object"}), ("best_of", 2), ("typical_p", 0.5),
+        ("prompt_logprobs", 0), ("use_beam_search", True), ("length_penalty", 2),
+        ("return_tokens_as_token_ids", True),
         ("structured_outputs", {"json": {}}), ("echo", 0), ("reasoning_effort", "high"),
     ],
 )  # fmt: skip
@@ -226,6 +296,48 @@ def test_max_completion_tokens_is_the_newer_name_of_max_tokens():
     assert refusal(chat, max_tokens=7, max_completion_tokens=8).param == "max_tokens"
 
 
+def test_min_tokens_are_at_most_max_tokens():
+    for parse in (completion, chat):
+        assert refusal(parse, min_tokens=6, max_tokens=5).param == "min_tokens"
+        assert refusal(parse, min_tokens=6, max_completion_tokens=5).param == "min_tokens"
+    assert refusal(completion, min_tokens=17).param == "min_tokens"
+    assert chat(min_tokens=17).to_request("id", [[1]]).min_tokens == 17
+
+
+def test_an_entry_at_fault_is_told_in_the_message():
+    assert "logit_bias[5]" in refusal(completion, logit_bias={"4": 1, "5": 101}).message
+    assert "bad_words[1]" in refusal(chat, bad_words=["x", ""]).message
+    assert "allowed_token_ids[2]" in refusal(chat, allowed_token_ids=[1, 2, -3]).message
+    assert len(refusal(chat, logit_bias={"x" * 10**6: 1}).message) < 200
+
+
+@pytest.mark.parametrize(
+    ("asked", "told"), [(None, None), (False, None), (0, 0), (5, 5), (20, 20)]
+)  # fmt: skip
+def test_completions_ask_for_logprobs_by_a_number(asked, told):
+    assert completion(logprobs=asked).to_request("id", [[1]]).logprobs == told
+
+
+def test_chat_asks_for_logprobs_by_true_and_top_logprobs_by_a_number():
+    def told(**fields: Any) -> Any:
+        return chat(**fields).to_request("id", [[1]]).logprobs
+
+    assert told() is told(logprobs=False) is told(top_logprobs=0) is None
+    assert told(logprobs=True) == told(logprobs=True, top_logprobs=None) == 0
+    assert told(logprobs=True, top_logprobs=20) == 20
+    for wrong in (-1, 21, True, 1.0, "5"):
+        assert refusal(chat, logprobs=True, top_logprobs=wrong).param == "top_logprobs"
+    assert refusal(chat, top_logprobs=3).param == "top_logprobs"
+    assert refusal(chat, top_logprobs=3, logprobs=False).param == "top_logprobs"
+
+
+def test_each_api_refuses_the_others_form_of_logprobs():
+    assert refusal(completion, logprobs=True).param == "logprobs"
+    assert refusal(completion, logprobs=1, top_logprobs=1).param == "top_logprobs"
+    for number in (0, 1, 5):
+        assert refusal(chat, logprobs=number).param == "logprobs"
+
+
 @pytest.mark.parametrize("body", [None, [], "x", 5])
 def test_a_body_that_is_no_object_is_refused(body):
     refusal(parse_completion, body)
@@ -237,6 +349,17 @@ def test_ids_outside_the_vocabulary_are_refused():
     check_vocabulary(body, [[0, 9]], 10)
     assert refusal(check_vocabulary, body, [[0], [3, 10]], 10).param == "prompt"
     assert refusal(check_vocabulary, body, [[0]], 9).param == "stop_token_ids"
+    for field, value in (
+        ("logit_bias", {"9": 1, "3": 1}),
+        ("allowed_token_ids", [9, 3]),
+        ("allowed_token_ids", [2**64]),
+        ("logit_bias", {str(10**17): 1}),
+    ):
+        error = refusal(check_vocabulary, completion(**{field: value}), [[0]], 9)
+        assert error.param == field and field in error.message
+    check_vocabulary(chat(logit_bias={"8": 1}, allowed_token_ids=[8]), [[8]], 9, [(8,)])
+    assert refusal(check_vocabulary, chat(), [[9]], 9).param == "messages"
+    assert refusal(check_vocabulary, chat(), [[0]], 9, [(1, 9)]).param == "bad_words"
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers():
