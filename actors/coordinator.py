@@ -129,7 +129,7 @@ class Coordinator:
         try:
             decode, self._report, *_ = await asyncio.gather(*starts)
             for draft in self._drafts:
-                draft.check(self._report)
+                await draft.pair(self._report)
         except BaseException:
             for start in starts:
                 start.cancel()

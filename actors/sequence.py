@@ -7,7 +7,7 @@ Knows neither Ray nor clocks, nor which draft or row serves it beyond their name
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from outrider.actors.messages import Law, Sampling
+from outrider.actors.messages import Law, Method, Sampling
 from outrider.actors.requests import Delta, SpeculationCounts
 from outrider.actors.text import TextStream
 
@@ -30,6 +30,7 @@ class Proposal:
     base: int
     ids: list[int]
     law: Law | None = None
+    method: Method = "same"
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Block:
     draft: str | None = None
     ids: list[int] = field(default_factory=list)
     law: Law | None = None
+    method: Method = "same"
 
 
 NO_BLOCK = Block()
@@ -109,7 +111,8 @@ class Sequence:
             if law is not None:
                 part = slice(len(since), len(since) + len(ids))
                 law = Law(law.ids[part], law.probs[part])
-            self.proposal = Proposal(proposal.draft, len(self.committed), ids, law)
+            base = len(self.committed)
+            self.proposal = Proposal(proposal.draft, base, ids, law, proposal.method)
             return None
         self.proposal = None
         if any(drafted != own for drafted, own in zip(proposal.ids, since, strict=False)):
@@ -119,7 +122,9 @@ class Sequence:
     def take_block(self) -> Block:
         """Use up the held proposal, salvaged before: what the pass verifies."""
         proposal, self.proposal = self.proposal, None
-        return NO_BLOCK if proposal is None else Block(proposal.draft, proposal.ids, proposal.law)
+        if proposal is None:
+            return NO_BLOCK
+        return Block(proposal.draft, proposal.ids, proposal.law, proposal.method)
 
     def commit(self, block: Block, accepted: int, next_id: int) -> Delta:
         """Commit `block.ids[:accepted]` and the target's own id, up to the first that ends it."""

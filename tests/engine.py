@@ -3,13 +3,15 @@
 For tests that compare ids over many configurations. `Kill` takes a draft away in mid-stream.
 """
 
+import time
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.actors.draft import Drafter
 from outrider.actors.ledger import Ledger
 from outrider.actors.lookup import PromptLookup
-from outrider.actors.messages import Outcomes, Rows, Sampling
+from outrider.actors.messages import Method, Outcomes, Rows, Sampling
+from outrider.actors.method_choice import MethodChoice
 from outrider.actors.model import Model
 from outrider.actors.scheduler import Scheduler
 from outrider.actors.sequence import Proposal, Sequence, StopRules
@@ -38,6 +40,8 @@ class EngineDraft:
     name: str
     num_tokens: int
     source: Drafter | PromptLookup
+    method: Method = "same"
+    choice: MethodChoice | None = None  # goes before `method`
     killed_after: int | None = None
     ledger: Ledger | None = None
 
@@ -51,6 +55,7 @@ class Engine:
     with_law: bool = False
     max_num_batched_tokens: int = 512
     stats: Stats = field(default_factory=Stats)
+    sequences: list[Sequence] = field(default_factory=list)  # of the last run
 
     def run(self, jobs: Ids[Job], num_rows: int = 8) -> list[list[int]]:
         """Serve all jobs at once and return their output ids."""
@@ -69,7 +74,7 @@ class Engine:
                 self.stats.drafts[draft.name],
                 with_law=self.with_law,
             )
-        sequences = [self._sequence(i, job) for i, job in enumerate(jobs)]
+        self.sequences = sequences = [self._sequence(i, job) for i, job in enumerate(jobs)]
         alive = {sequence.id: sequence for sequence in sequences}
         scheduler.submit(sequences)
         while scheduler.has_work:
@@ -113,7 +118,14 @@ class Engine:
                     s.proposal = Proposal(draft.name, len(s.committed), ids)
             return
         assert draft.ledger is not None
-        draft.ledger.receive(draft.source.propose(draft.ledger.contexts(wanting)), alive)
+        method = draft.method
+        if draft.choice is not None:
+            method = draft.choice.choose(self.stats.drafts[draft.name].methods)
+        contexts = draft.ledger.contexts(wanting, method)
+        begin = time.perf_counter()
+        proposals = draft.source.propose(contexts)
+        seconds = time.perf_counter() - begin
+        draft.ledger.receive(replace(proposals, seconds=seconds), alive)
 
     def _forget(self, id: int) -> None:
         for draft in self.drafts:
