@@ -41,16 +41,13 @@ class DraftWorker:
         self._model = model
         self._drafter = Drafter(model, self._num_rows, self._draft_top_k)
         if target is not None:
-            await self.pair(target)
+            self._pair(target)
         return model.describe()
 
     @ray.method(concurrency_group="compute")
     async def pair(self, target: LoadReport) -> PairReport:
         """From now on draft for a target of another vocabulary; ConfigError if that cannot be."""
-        assert self._model is not None, "load comes first"
-        pair, report = pair_up(target, self._model.describe(), self._spec.vocabulary)
-        self._drafter = Drafter(self._model, self._num_rows, self._draft_top_k, pair=pair)
-        return report
+        return self._pair(target)
 
     @ray.method(concurrency_group="compute")
     async def propose(self, contexts: Contexts) -> Proposals:
@@ -73,6 +70,12 @@ class DraftWorker:
     async def num_copies(self) -> int:
         """Sequences of which a copy is kept, for tests and operators."""
         return len(self._loaded)
+
+    def _pair(self, target: LoadReport) -> PairReport:
+        assert self._model is not None, "load comes first"
+        pair, report = pair_up(target, self._model.describe(), self._spec.vocabulary)
+        self._drafter = Drafter(self._model, self._num_rows, self._draft_top_k, pair=pair)
+        return report
 
     @property
     def _loaded(self) -> Drafter:

@@ -215,7 +215,7 @@ class Drafter:
         texts = [c.copy.committed + c.draft.ids for c in drafting]
         logits = shape_rows(method.spread(logits), samplings, texts, positions)
         with_own_law = [with_law and sampling.temperature > 0 for sampling in samplings]
-        for i in np.flatnonzero(with_own_law):
+        for i in (i for i, alone in enumerate(with_own_law) if alone):
             c = drafting[i]
             id, *law = draw_with_law(logits[i], c.sampling, positions[i], self._draft_top_k)
             method.add(c.draft, id)

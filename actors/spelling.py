@@ -136,8 +136,8 @@ class Spelling:
     def count_failures(self) -> float:
         """Share of the probe's words that do not come back from encoding, in [0, 1]."""
         words = [word.encode() for text in PROBE for word in _WORDS.findall(text)]
-        failed = sum(self.spell(self.encode(word)) != word for word in words)
-        return failed / len(words)
+        failed = [word for word in words if self.spell(self.encode(word)) != word]
+        return len(failed) / len(words)
 
     def _encode_text(self, text: str, finer: tuple[re.Pattern[str], ...]) -> list[int]:
         """The tokenizer's own ids if they spell the text; else those of its parts."""

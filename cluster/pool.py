@@ -51,7 +51,7 @@ class PoolMember:
     async def start(self) -> Any:
         """Make the actor and load it; returns its report."""
         self._handle = self._pool.make(self.index)
-        load = self._handle.load.remote(*self._pool.load_args)
+        load: Any = self._handle.load.remote(*self._pool.load_args)
         report: Any = await asyncio.wait_for(load, self._pool.load_timeout_s)
         self.is_living = True
         return report
