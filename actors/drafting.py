@@ -149,7 +149,7 @@ class PooledDraft:
             for member in self._pool.members
         )
         try:
-            report: PairReport = (await asyncio.gather(*pairings))[0]
+            report: PairReport = (await asyncio.gather(*pairings))[0]  # the same from each
         except WorkerLostError as error:
             raise ConfigError(f"draft {self.name}: {error}") from error
         logger.info("draft %s: %s", self.name, report)

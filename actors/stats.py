@@ -39,7 +39,7 @@ class DraftStats:
     @property
     def seconds(self) -> float:
         """Spent in calls that propose."""
-        return sum(stats.seconds for stats in self.methods.values())
+        return sum(stats.seconds for stats in list(self.methods.values()))
 
     def record(self, method: Method, drafted: int, accepted: int) -> None:
         """Count one verified block."""
