@@ -25,10 +25,9 @@ MAY_IMPORT = {
     "deploy": {"cluster", "actors", "deploy"},
 }
 PURE = [
-    "attention", "cache", "intake", "ledger", "loading", "lookup", "messages", "model", "pace",
-    "philox",
-    "requests", "sampling", "scheduler", "selfcheck", "sequence", "stats", "text", "verify",
-    "vocabulary",
+    "attention", "cache", "decide", "intake", "ledger", "loading", "lookup", "messages", "model",
+    "pace", "philox", "requests", "sampling", "scheduler", "selfcheck", "sequence", "shaping",
+    "stats", "text", "verify", "vocabulary",
 ]  # fmt: skip
 SHELLS = ["__init__", "coordinator", "draft", "drafting", "target"]
 CLOCKS_AND_MACHINERY = {"ray", "fastapi", "starlette", "httpx", "asyncio", "time", "datetime"}
