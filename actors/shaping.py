@@ -9,7 +9,7 @@ ignored. Nothing is drawn here: see `sampling`.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -111,9 +111,7 @@ def _unless_empty(kept: Tensor, before: Tensor) -> Tensor:
 def _add_bias(logits: Tensor, rows: list[_Row]) -> None:
     biases = [(row.place, dict(row.shaping.logit_bias)) for row in rows if row.shaping.logit_bias]
     if biases:
-        places, (bias,) = _locate(
-            logits, ((place, _keys(added), _floats(added.values())) for place, added in biases)
-        )
+        places, (bias,) = _locate(logits, ((place, *_arrays(added)) for place, added in biases))
         _write(logits, places, logits[places].double() + bias)
 
 
@@ -124,10 +122,10 @@ def _penalise(logits: Tensor, rows: list[_Row]) -> None:
         return
     cells = []
     for row, counts in zip(rows, _count_ids(rows), strict=True):
-        shaping, times = row.shaping, _floats(counts.values())
+        shaping, (ids, times) = row.shaping, _arrays(counts)
         factor = np.full(len(times), shaping.repetition_penalty)
         less = shaping.frequency_penalty * times + shaping.presence_penalty * (times > 0)
-        cells.append((row.place, _keys(counts), factor, less))
+        cells.append((row.place, ids, factor, less))
     places, (factors, lesses) = _locate(logits, cells)
     values = logits[places].double()
     values = torch.where(values > 0, values / factors, values * factors)
@@ -188,9 +186,8 @@ def _write(logits: Tensor, places: Places, values: Tensor) -> None:
     logits[places] = torch.where(before == _FORBIDDEN, before, values)
 
 
-def _keys(values: dict[int, float] | dict[int, int]) -> Ids:
-    return np.fromiter(values, np.int64, len(values))
-
-
-def _floats(values: Iterable[float]) -> Values:
-    return np.array(list(values), np.float64)
+def _arrays(values: Mapping[int, float]) -> tuple[Ids, Values]:
+    return (
+        np.fromiter(values, np.int64, len(values)),
+        np.fromiter(values.values(), np.float64, len(values)),
+    )
