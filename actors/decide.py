@@ -46,6 +46,7 @@ class Verifier:
         """Run the pass and decide every block of it."""
         logits = self.forward(rows)
         for row, start, ids in zip(rows.row, rows.start, rows.ids, strict=True):
+            assert start <= len(self._logs[row]), "the log of a row is as long as its cache"
             self._logs[row][start:] = ids
         deciding = [i for i, decides in enumerate(rows.decides) if decides]
         blocks = [
@@ -89,13 +90,11 @@ def tell_logprobs(logits: Tensor, ids: list[int], num_top: int) -> list[TokenLog
     if num_top > 0:
         least = laws.topk(num_top).values[:, -1:]  # which of equal ids topk takes is not said
         rows, candidates = torch.nonzero((laws >= least) & laws.isfinite(), as_tuple=True)
-        columns = [
-            column.numpy(force=True) for column in (rows, candidates, laws[rows, candidates])
-        ]
-        order = np.lexsort((columns[1], -columns[2], columns[0]))
-        for row, id, logprob in zip(*(column[order].tolist() for column in columns), strict=True):
-            if len(tops[row]) < num_top:
-                tops[row].append((id, logprob))
+        found = rows, candidates, laws[rows, candidates]
+        row, id_, logprob = (column.numpy(force=True) for column in found)
+        for at in np.lexsort((id_, -logprob, row)):
+            if len(top := tops[row[at]]) < num_top:
+                top.append((int(id_[at]), float(logprob[at])))
     return [TokenLogprob(logprob, tuple(top)) for logprob, top in zip(own, tops, strict=True)]
 
 
