@@ -176,7 +176,7 @@ class Scheduler:
             accepted = outcomes.accepted[i]
             if block.draft is not None:
                 stats.drafts[block.draft].record(block.method, len(block.ids), accepted)
-            delta = sequence.commit(block, accepted, outcomes.next_id[i])
+            delta = sequence.commit(block, accepted, outcomes.next_id[i], outcomes.logprobs[i])
             stats.emitted_tokens += len(delta.ids)
             if delta.finish_reason is not None:
                 stats.finished[delta.finish_reason] += 1

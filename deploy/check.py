@@ -87,17 +87,19 @@ def size_up(settings: Settings) -> list[Need]:
 
 
 def _examine_pair(target: TargetSpec, draft: DraftModelSpec) -> PairReport:
-    reports = []
-    for spec in (target, draft):
-        tokenizer = load_tokenizer(resolve(spec.model, spec.revision), spec.tokenizer)
-        vocabulary, data = Vocabulary.of(tokenizer), TokenizerData.of(tokenizer)
-        reports.append(LoadReport(vocabulary, vocabulary.size, (), 0, tokenizer=data))
-    if has_same_vocabulary(*reports):
+    theirs, own = _report_tokenizer(target), _report_tokenizer(draft)
+    if has_same_vocabulary(theirs, own):
         return PairReport(("same",))
     try:
-        return pair_up(*reports, draft.vocabulary)[1]
+        return pair_up(theirs, own, draft.vocabulary)[1]
     except ConfigError as error:
         raise ConfigError(f"draft {draft.name} cannot draft for {target.model}: {error}") from None
+
+
+def _report_tokenizer(spec: TargetSpec | DraftModelSpec) -> LoadReport:
+    tokenizer = load_tokenizer(resolve(spec.model, spec.revision), spec.tokenizer)
+    vocabulary, data = Vocabulary.of(tokenizer), TokenizerData.of(tokenizer)
+    return LoadReport(vocabulary, vocabulary.size, (), 0, tokenizer=data)
 
 
 def _table(needs: list[Need]) -> Table:

@@ -50,15 +50,9 @@ async def test_ids_are_plain_decodings_and_a_replaced_draft_goes_on(tmp_path: Pa
         rows=8,
         max_model_len=128,
     )
+    laws = [[Sampling(**law, choice=choice) for choice in range(2)] for law in LAWS]
     jobs = [
-        Job(
-            prompt,
-            40,
-            Sampling(law["temperature"], 0, law.get("top_p", 1.0), law.get("seed", 0), n),
-        )
-        for law in LAWS
-        for prompt in prompts
-        for n in range(2)
+        Job(prompt, 40, sampling) for choices in laws for prompt in prompts for sampling in choices
     ]
     expected = Engine(model).run(jobs)
     settings = make_settings(target, LOOKUP, neural("other", draft))

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from outrider.actors.drafter import Drafter
 from outrider.actors.lookup import PromptLookup
-from outrider.actors.messages import Contexts, Method, Proposals, Sampling
+from outrider.actors.messages import Contexts, Method, Proposals, Sampling, Shaping
 from outrider.actors.method_choice import MethodChoice
 from outrider.actors.model import Model
 from outrider.actors.pairing import Pair, pair_up
@@ -60,8 +60,24 @@ def make_jobs(target: ByteModel, seed: int, number: int = 8) -> list[Job]:
         if i % 3 == 2:
             prompt += rng.choices(ids, k=3)
         sampling = SAMPLINGS[i % len(SAMPLINGS)]
+        if i >= len(SAMPLINGS):
+            sampling = sampling._replace(min_p=0.02, shaping=make_shaping(rng, ids, ends))
         jobs.append(Job(prompt, rng.randint(1, 30), sampling._replace(seed=seed + i), ends))
     return jobs
+
+
+def make_shaping(rng: random.Random, ids: list[int], ends: frozenset[int]) -> Shaping:
+    """Every option at once, over the ids of the target."""
+    return Shaping(
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        logit_bias=tuple((id, rng.uniform(-3, 3)) for id in rng.sample(ids, 9)),
+        bad_words=tuple(tuple(rng.choices(ids, k=k)) for k in (1, 1, 2, 2, 3)),
+        allowed_ids=tuple(rng.sample(ids, len(ids) * 2 // 3)),
+        min_tokens=10,
+        end_ids=tuple(ends),
+    )
 
 
 def check_copies(drafter: Drafter, pair: Pair) -> None:
