@@ -28,7 +28,7 @@ from outrider.actors.scheduler import Batch, Plan, Scheduler
 from outrider.actors.sequence import Sequence
 from outrider.actors.stats import DraftStats, Stats
 from outrider.actors.target import TargetWorker
-from outrider.actors.text import Decode
+from outrider.actors.text import Detokenize
 from outrider.actors.vocabulary import load_tokenizer
 from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, Settings
 from outrider.cluster.errors import (
@@ -48,19 +48,18 @@ _REBUILD_ATTEMPTS = 3
 _MOST_LOSSES = 2  # of the target, in passes with the same sequence
 _WATCH_S = 2.0
 
-MakeDecode = Callable[[Settings], Decode]
+MakeDecode = Callable[[Settings], Detokenize]
 
 
-def decode_with_tokenizer(settings: Settings) -> Decode:
-    """The target's tokenizer as a function from ids to text, special tokens skipped."""
+def decode_with_tokenizer(settings: Settings) -> Detokenize:
+    """The target's tokenizer as a function from ids to text."""
     report = reporter("coordinator")
     files = resolve(settings.target.model, settings.target.revision, report)
     tokenizer: Any = load_tokenizer(files, settings.target.tokenizer, report)
     if tokenizer.is_fast:  # the Rust tokenizer itself decodes four times as fast
-        return functools.partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return functools.partial(
-        tokenizer.decode, skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+        decode: Detokenize = tokenizer.backend_tokenizer.decode
+        return decode
+    return functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
 
 
 @dataclass
@@ -129,7 +128,7 @@ class Coordinator:
         try:
             decode, self._report, *_ = await asyncio.gather(*starts)
             for draft in self._drafts:
-                draft.check(self._report)
+                await draft.pair(self._report)
         except BaseException:
             for start in starts:
                 start.cancel()

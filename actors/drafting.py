@@ -6,22 +6,27 @@ the pace's; lives and deaths are the pool's.
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+import ray
 from ray.actor import ActorHandle
 
 from outrider.actors.ledger import Ledger
 from outrider.actors.lookup import PromptLookup
-from outrider.actors.messages import Contexts, LoadReport, Proposals
+from outrider.actors.messages import Contexts, LoadReport, Method, Proposals
+from outrider.actors.method_choice import MethodChoice
 from outrider.actors.pace import Pace
+from outrider.actors.pairing import PairReport, has_same_vocabulary
 from outrider.actors.sequence import Proposal, Sequence
 from outrider.actors.stats import DraftStats
-from outrider.actors.vocabulary import explain_difference
 from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, TimeoutsSpec
 from outrider.cluster.errors import ConfigError, WorkerLostError
 from outrider.cluster.pool import DraftPool, PoolMember
+
+logger = logging.getLogger(__name__)
 
 
 class Draft(Protocol):
@@ -33,8 +38,8 @@ class Draft(Protocol):
     async def start(self) -> None:
         """Load whatever it needs."""
 
-    def check(self, target: LoadReport) -> None:
-        """ConfigError unless it can draft for this target."""
+    async def pair(self, target: LoadReport) -> None:
+        """Get ready to draft for this target; ConfigError if that cannot be."""
 
     async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
         """Give each sequence a proposal if there is one in time. `alive`: all sequences, by id."""
@@ -61,7 +66,7 @@ class LookupDraft:
     async def start(self) -> None:
         """Nothing to load."""
 
-    def check(self, target: LoadReport) -> None:
+    async def pair(self, target: LoadReport) -> None:
         """It drafts for any target."""
 
     async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
@@ -72,7 +77,7 @@ class LookupDraft:
             ids = self._lookup.propose(sequence.id, sequence.committed, length)
             if ids:
                 sequence.proposal = Proposal(self.name, len(sequence.committed), ids)
-        self._stats.seconds += time.perf_counter() - begin
+        self._stats.spend("same", time.perf_counter() - begin)
 
     def forget(self, sequences: list[int]) -> None:
         """Drop the sequences' n-grams."""
@@ -110,7 +115,7 @@ class PooledDraft:
             on_lost=self._on_lost,
         )
         self._with_law = with_law
-        self._ledgers: list[Ledger] = []  # from `check` on
+        self._ledgers: list[Ledger] = []  # from `pair` on
         self._paces = [Pace(timeouts.draft_s) for _ in self._pool.members]
         self._calls: list[asyncio.Task[None] | None] = [None for _ in self._pool.members]
         self._home: dict[int, int] = {}  # sequence -> member
@@ -120,18 +125,12 @@ class PooledDraft:
         """Load every actor."""
         self._report: LoadReport = (await self._pool.start())[0]
 
-    def check(self, target: LoadReport) -> None:
-        """ConfigError unless the draft has the target's vocabulary."""
-        difference = explain_difference(target.vocabulary, self._report.vocabulary)
-        if difference is None and self._report.num_ids < target.num_ids:
-            difference = (
-                f"its model has {self._report.num_ids} rows for the target's {target.num_ids} ids"
-            )
-        if difference is not None:
-            raise ConfigError(
-                f"draft {self.name}: {difference}; a draft must have the target's vocabulary: "
-                "choose one of the same family"
-            )
+    async def pair(self, target: LoadReport) -> None:
+        """Tell every actor how to translate, if the target's vocabulary is another."""
+        methods: tuple[Method, ...] = ("same",)
+        if not has_same_vocabulary(target, self._report):
+            methods = await self._translate(target)
+        self._choice = MethodChoice(methods)
         self._ledgers = [
             Ledger(
                 self.name,
@@ -143,6 +142,19 @@ class PooledDraft:
             for _ in self._pool.members
         ]
 
+    async def _translate(self, target: LoadReport) -> tuple[Method, ...]:
+        self._pool.load_args = (ray.put(target),)
+        pairings = (
+            member.ask("pair", *self._pool.load_args, timeout_s=self._pool.load_timeout_s)
+            for member in self._pool.members
+        )
+        try:
+            report: PairReport = (await asyncio.gather(*pairings))[0]  # the same from each
+        except WorkerLostError as error:
+            raise ConfigError(f"draft {self.name}: {error}") from error
+        logger.info("draft %s: %s", self.name, report)
+        return report.methods
+
     async def propose(self, sequences: list[Sequence], alive: Mapping[int, Sequence]) -> None:
         """One batched call per living member; waits for each no longer than its deadline."""
         waits = []
@@ -150,7 +162,8 @@ class PooledDraft:
             if self._calls[index] is not None:
                 self._stats.fallbacks["busy"] += len(group)
                 continue
-            contexts = self._ledgers[index].contexts(group)
+            method = self._choice.choose(self._stats.methods)
+            contexts = self._ledgers[index].contexts(group, method)
             work = sum(map(len, contexts.ids)) + sum(contexts.num_tokens)
             call = asyncio.create_task(self._call(index, contexts, work, alive))
             self._calls[index] = call

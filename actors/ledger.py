@@ -6,7 +6,7 @@ replies of an earlier one are dropped. Knows neither Ray nor time.
 
 from collections.abc import Iterable, Mapping
 
-from outrider.actors.messages import Contexts, Proposals
+from outrider.actors.messages import Contexts, Method, Proposals
 from outrider.actors.sequence import Proposal, Sequence
 from outrider.actors.stats import DraftStats
 
@@ -39,9 +39,9 @@ class Ledger:
         """The actor will serve this sequence."""
         self._known.setdefault(sequence, 0)
 
-    def contexts(self, sequences: Iterable[Sequence]) -> Contexts:
+    def contexts(self, sequences: Iterable[Sequence], method: Method = "same") -> Contexts:
         """Ask for a proposal after the committed ids of each sequence."""
-        contexts = Contexts(with_law=self._with_law)
+        contexts = Contexts(with_law=self._with_law, method=method)
         for sequence in sequences:
             self.expect(sequence.id)
             start = min(self._known[sequence.id], len(sequence.committed) - 1)
@@ -56,7 +56,7 @@ class Ledger:
 
     def receive(self, proposals: Proposals, alive: Mapping[int, Sequence]) -> None:
         """Hand each proposal to its sequence; what cannot be used is dropped with its reason."""
-        self._stats.seconds += proposals.seconds
+        self._stats.spend(proposals.method, proposals.seconds)
         for id in proposals.missing:
             if id in self._known:
                 self._known[id] = 0
@@ -78,7 +78,7 @@ class Ledger:
             else:
                 self._known[id] = base
                 if ids and sequence.proposal is None:
-                    sequence.proposal = Proposal(self._draft, base, ids, law)
+                    sequence.proposal = Proposal(self._draft, base, ids, law, proposals.method)
                 else:
                     self._drop("surplus", ids)
 

@@ -8,13 +8,18 @@ output token (0 = first generated token), a *start* or *base* an index into `com
 
 from collections.abc import Sized
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
+    from outrider.actors.spelling import TokenizerData
     from outrider.actors.vocabulary import Vocabulary
+
+
+# Drafts have the target's vocabulary, or another, of which ids or text are translated.
+Method = Literal["same", "string", "token"]
 
 
 class Shaping(NamedTuple):
@@ -68,6 +73,7 @@ class Contexts:
     num_tokens: list[int] = field(default_factory=list)  # at most so many
     sampling: list[Sampling] = field(default_factory=list)
     with_law: bool = False  # ratio rule: sampled tokens come with their law
+    method: Method = "same"  # how the draft's tokens become the target's
 
     def __post_init__(self) -> None:
         _check_columns(
@@ -86,6 +92,7 @@ class Proposals:
     ids: list[list[int]] = field(default_factory=list)
     law: list[Law | None] = field(default_factory=list)
     missing: list[int] = field(default_factory=list)  # sequences to be sent again from start 0
+    method: Method = "same"
     seconds: float = 0.0  # time spent in the call
 
     def __post_init__(self) -> None:
@@ -146,6 +153,7 @@ class LoadReport:
     max_model_len: int
     weights_bytes: int = 0
     cache_bytes: int = 0
+    tokenizer: "TokenizerData | None" = None  # None = none that can be translated
 
     @property
     def num_ids(self) -> int:

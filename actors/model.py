@@ -26,6 +26,7 @@ from outrider.actors.loading import (
 )
 from outrider.actors.messages import LoadReport
 from outrider.actors.selfcheck import check_rows
+from outrider.actors.spelling import TokenizerData
 from outrider.actors.vocabulary import Vocabulary, find_end_ids, load_tokenizer
 from outrider.cluster.errors import ConfigError
 from outrider.cluster.models import Report, log_report, resolve
@@ -118,6 +119,7 @@ class Model:
             self.max_model_len,
             self.weights_bytes,
             self.cache_bytes,
+            TokenizerData.of(self.tokenizer),
         )
 
     def forward(

@@ -1,4 +1,4 @@
-"""One law for the next token, and draws from it: temperature, then top-k, then top-p, then a race.
+"""One law for the next token, and draws from it: temperature, min-p, top-k, top-p, then a race.
 
 A draw is a Gumbel race, argmax of logit/T - ln(-ln u), whose u depend on (seed, choice, position,
 id) alone: whoever runs it on the same logits gets the same id. No probability is cut off for
@@ -147,17 +147,20 @@ def _law(logits: Tensor, sampling: Sampling, k: int) -> tuple[Ids, Probs]:
 
 
 def _support(row: Logits, sampling: Sampling) -> Ids:
-    """Return the ids, ascending, that top-k and top-p leave."""
+    """Return the ids, ascending, that min-p, then top-k, then top-p leave."""
     ids = np.arange(len(row))
-    if 0 < sampling.top_k < len(row):
-        ids = _largest(row, sampling.top_k)
+    if sampling.min_p > 0:
+        scaled = _scaled(row, row.max(), sampling.temperature)
+        ids = np.flatnonzero(scaled >= math.log(sampling.min_p))
+    if 0 < sampling.top_k < len(ids):
+        ids = ids[_largest(row[ids], sampling.top_k)]
     if sampling.top_p < 1:
         ids = ids[_nucleus(row[ids], sampling.temperature, sampling.top_p)]
     return ids
 
 
 def _truncates(sampling: Sampling, vocabulary_size: int) -> bool:
-    return 0 < sampling.top_k < vocabulary_size or sampling.top_p < 1
+    return sampling.min_p > 0 or 0 < sampling.top_k < vocabulary_size or sampling.top_p < 1
 
 
 def _largest(values: Logits, k: int) -> Ids:
@@ -229,7 +232,10 @@ def _outside_support(logits: Tensor, scaled: Tensor, samplings: Sequence[Samplin
     top_k = [s.top_k or vocabulary_size for s in samplings]
     rank = torch.arange(vocabulary_size, device=logits.device)
     outside = rank >= torch.tensor(top_k, device=logits.device)[:, None]
-    mass = scaled.gather(-1, falling).exp().masked_fill(outside, 0.0)
+    scaled = scaled.gather(-1, falling)
+    least = [math.log(s.min_p) if s.min_p > 0 else -math.inf for s in samplings]
+    outside |= scaled < torch.tensor(least, dtype=torch.float64, device=logits.device)[:, None]
+    mass = scaled.exp().masked_fill(outside, 0.0)
     reached = mass.cumsum(-1)
     top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float64, device=logits.device)
     goal = (top_p * mass.sum(-1)).masked_fill(top_p >= 1, math.inf)[:, None]

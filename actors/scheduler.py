@@ -175,8 +175,8 @@ class Scheduler:
                 continue
             accepted = outcomes.accepted[i]
             if block.draft is not None:
-                stats.drafts[block.draft].counts.record(len(block.ids), accepted)
-            delta = sequence.commit(block, accepted, outcomes.next_id[i])
+                stats.drafts[block.draft].record(block.method, len(block.ids), accepted)
+            delta = sequence.commit(block, accepted, outcomes.next_id[i], outcomes.logprobs[i])
             stats.emitted_tokens += len(delta.ids)
             if delta.finish_reason is not None:
                 stats.finished[delta.finish_reason] += 1

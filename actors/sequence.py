@@ -7,19 +7,24 @@ Knows neither Ray nor clocks, nor which draft or row serves it beyond their name
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
-from outrider.actors.messages import Law, Sampling
+from outrider.actors.messages import Law, Method, Sampling, TokenLogprob
 from outrider.actors.requests import Delta, SpeculationCounts
 from outrider.actors.text import TextStream
 
 
 @dataclass(frozen=True)
 class StopRules:
-    """What ends an answer, beside the client's disconnection."""
+    """What ends an answer, beside the client's disconnection.
+
+    Ids and strings end it at output token number `min_tokens` or later; what comes earlier is text.
+    """
 
     max_tokens: int  # >= 1; the context's end is counted in
     end_ids: frozenset[int] = frozenset()  # the model's end-of-sequence ids
     stop_ids: frozenset[int] = frozenset()  # the client's own
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    include_stop: bool = False  # the text includes the stop string or the id that ended it
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,7 @@ class Proposal:
     base: int
     ids: list[int]
     law: Law | None = None
+    method: Method = "same"
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Block:
     draft: str | None = None
     ids: list[int] = field(default_factory=list)
     law: Law | None = None
+    method: Method = "same"
 
 
 NO_BLOCK = Block()
@@ -109,7 +116,8 @@ class Sequence:
             if law is not None:
                 part = slice(len(since), len(since) + len(ids))
                 law = Law(law.ids[part], law.probs[part])
-            self.proposal = Proposal(proposal.draft, len(self.committed), ids, law)
+            base = len(self.committed)
+            self.proposal = Proposal(proposal.draft, base, ids, law, proposal.method)
             return None
         self.proposal = None
         if any(drafted != own for drafted, own in zip(proposal.ids, since, strict=False)):
@@ -119,10 +127,17 @@ class Sequence:
     def take_block(self) -> Block:
         """Use up the held proposal, salvaged before: what the pass verifies."""
         proposal, self.proposal = self.proposal, None
-        return NO_BLOCK if proposal is None else Block(proposal.draft, proposal.ids, proposal.law)
+        if proposal is None:
+            return NO_BLOCK
+        return Block(proposal.draft, proposal.ids, proposal.law, proposal.method)
 
-    def commit(self, block: Block, accepted: int, next_id: int) -> Delta:
-        """Commit `block.ids[:accepted]` and the target's own id, up to the first that ends it."""
+    def commit(
+        self, block: Block, accepted: int, next_id: int, logprobs: Ids[TokenLogprob] = ()
+    ) -> Delta:
+        """Commit `block.ids[:accepted]` and the target's own id, up to the first that ends it.
+
+        `logprobs` has one entry for each of them where the sequence asks for any.
+        """
         self.num_passes += 1
         self.counts.record(len(block.ids), accepted)
         self.num_cached = len(self.committed) + accepted
@@ -131,37 +146,46 @@ class Sequence:
         for id in [*block.ids[:accepted], next_id]:
             self.committed.append(id)
             new_ids.append(id)
-            if id in self.rules.stop_ids:
-                self._finish("stop", id)
-            elif id in self.rules.end_ids:
-                self._finish("stop")
-            elif self.rules.stop:
-                text += self._text.push([id])
-                if self._text.matched is not None:
-                    self._finish("stop", self._text.matched)
-            if self.finish_reason is None and self.position >= self.rules.max_tokens:
-                self._finish("length")
+            text += self._apply_rules(id)
             if self.finish_reason is not None:
                 break
         if not self.rules.stop:
-            ended_by_id = self.finish_reason == "stop"
-            text = self._text.push(new_ids[:-1] if ended_by_id else new_ids)
-        return self._delta(new_ids, text)
-
-    def _finish(self, reason: str, stop_reason: int | str | None = None) -> None:
-        self.finish_reason = reason
-        self.stop_reason = stop_reason
-
-    def _delta(self, ids: list[int], text: str) -> Delta:
+            is_last_shown = self.finish_reason != "stop" or self.rules.include_stop
+            text = self._text.push(new_ids if is_last_shown else new_ids[:-1])
+        told = None if self.num_logprobs is None else list(logprobs[: len(new_ids)])
         if self.finish_reason is None:
-            return Delta(self.index, ids, text, self.seed)
+            return Delta(self.index, new_ids, text, self.seed, logprobs=told)
+        text += self._text.flush()
+        if self._text.matched is not None:
+            self._finish("stop", self._text.matched)
         return Delta(
             self.index,
-            ids,
-            text + self._text.flush(),
+            new_ids,
+            text,
             self.seed,
             self.finish_reason,
             self.stop_reason,
             self.counts,
             self.num_passes,
+            told,
         )
+
+    def _apply_rules(self, id: int) -> str:
+        """See whether the id just committed ends the answer; its text, if strings may end it."""
+        rules, text = self.rules, ""
+        may_stop = self.position >= rules.min_tokens
+        if may_stop and id in rules.stop_ids:
+            self._finish("stop", id)
+        elif may_stop and id in rules.end_ids:
+            self._finish("stop")
+        if rules.stop and (self.finish_reason is None or rules.include_stop):
+            text = self._text.push([id], may_stop=may_stop and self.finish_reason is None)
+            if self._text.matched is not None:
+                self._finish("stop", self._text.matched)
+        if self.finish_reason is None and self.position >= rules.max_tokens:
+            self._finish("length")
+        return text
+
+    def _finish(self, reason: str, stop_reason: int | str | None = None) -> None:
+        self.finish_reason = reason
+        self.stop_reason = stop_reason

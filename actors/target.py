@@ -1,21 +1,22 @@
 """One rank of the target: runs packed rows and decides what of each block is kept.
 
-A thin shell: the model runner forwards, `verify` decides; rows and positions come from the
-coordinator. Every rank runs every pass; only rank 0 decides.
+A thin shell around `Verifier`; rows and positions come from the coordinator. Every rank runs every
+pass; only rank 0 decides.
 """
 
 import os
 import socket
 import time
+from dataclasses import replace
 from datetime import timedelta
 
 import ray
 import torch
 import torch.distributed as dist
 
+from outrider.actors.decide import Verifier
 from outrider.actors.messages import LoadReport, Outcomes, Rows
 from outrider.actors.model import Model
-from outrider.actors.verify import Block, verify
 from outrider.cluster.config import TargetSpec
 from outrider.cluster.logs import log_to_terminal, reporter
 
@@ -28,7 +29,7 @@ class TargetWorker:
         self._spec = spec
         self._rank = rank
         self._collective_timeout_s = collective_timeout_s
-        self._model: Model | None = None
+        self._verifier: Verifier | None = None
 
     @ray.method(concurrency_group="control")
     async def address(self) -> str:
@@ -55,46 +56,25 @@ class TargetWorker:
         """Resolve, load and check the model; ConfigError says what cannot work."""
         torch.set_num_threads(self._spec.threads)
         spec = self._spec
-        self._model = model = Model.load(
+        model = Model.load(
             spec,
             rows=spec.max_num_seqs,
             tp_size=spec.tensor_parallel_size,
             report=reporter(f"target rank {self._rank}"),
         )
+        self._verifier = Verifier(model)
         return model.describe()
 
     @ray.method(concurrency_group="compute")
     async def verify(self, rows: Rows) -> Outcomes | None:
         """Run one pass over `rows` and decide every block; None on ranks other than 0."""
-        assert self._model is not None, "load comes first"
+        assert self._verifier is not None, "load comes first"
         begin = time.perf_counter()
-        num_logits = [
-            drafted + 1 if decides else 0
-            for drafted, decides in zip(rows.num_drafted, rows.decides, strict=True)
-        ]
-        logits = self._model.forward(rows.row, rows.start, rows.ids, num_logits)
         if self._rank != 0:
+            self._verifier.forward(rows)
             return None
-        blocks = [
-            Block(ids[len(ids) - drafted :], position, sampling, law)
-            for ids, drafted, decides, position, sampling, law in zip(
-                rows.ids,
-                rows.num_drafted,
-                rows.decides,
-                rows.position,
-                rows.sampling,
-                rows.law,
-                strict=True,
-            )
-            if decides
-        ]
-        decided = iter(zip(*verify(logits, blocks), strict=True))
-        accepted, next_id = [], []
-        for decides in rows.decides:
-            kept, own = next(decided) if decides else (0, -1)
-            accepted.append(kept)
-            next_id.append(own)
-        return Outcomes(accepted, next_id, [[] for _ in accepted], time.perf_counter() - begin)
+        outcomes = self._verifier.decide(rows)
+        return replace(outcomes, seconds=time.perf_counter() - begin)
 
     @ray.method(concurrency_group="control")
     async def ping(self) -> None:

@@ -1,12 +1,22 @@
 """The text of one answer as its ids arrive: whole characters, and nothing a stop string may claim.
 
-`decode` turns ids into text (a tokenizer's, special tokens skipped). Some tokenizers decode an id
-by its neighbours (leading spaces), so text is read off a window that begins with the prompt's end.
+`decode` turns ids into text (a tokenizer's). Some tokenizers decode an id by its neighbours
+(leading spaces), so text is read off a window that begins with the prompt's end.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 Decode = Callable[[list[int]], str]
+
+
+class Detokenize(Protocol):
+    """A tokenizer's decoding."""
+
+    def __call__(self, ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Turn ids into text."""
+        ...
+
 
 _INCOMPLETE = "\ufffd"  # what decoders write for bytes that are not (yet) a character
 _CONTEXT_IDS = 6  # enough of the prompt to tell whether the first id follows a space
@@ -16,11 +26,21 @@ class TextStream:
     """Incremental detokenisation with stop strings.
 
     `matched` is the stop string that was completed, else None; after a match nothing is released.
+    The text ends before that string, or with it if `include_stop`.
     """
 
-    def __init__(self, decode: Decode, prompt: Sequence[int], stop: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        decode: Decode,
+        prompt: Sequence[int],
+        stop: tuple[str, ...] = (),
+        *,
+        include_stop: bool = False,
+    ) -> None:
         self._decode = decode
         self._stop = stop
+        self._include_stop = include_stop
+        self._may_stop = True
         self.matched: str | None = None
         context = list(prompt[-_CONTEXT_IDS:])
         text = decode(context)
@@ -32,18 +52,20 @@ class TextStream:
         self._given = len(text)  # characters of the window's text that were read off already
         self._held = ""  # text that may still become a stop string
 
-    def push(self, ids: Sequence[int]) -> str:
+    def push(self, ids: Sequence[int], may_stop: bool = True) -> str:
         """Append ids and return the text that is certain now; how ids are grouped is no matter.
 
-        With stop strings, push one id at a time: then the id that completes a match is known.
+        With stop strings, push one id at a time: then the id that completes a match is known. What
+        is completed while the text may not stop is no match.
         """
         if self.matched is not None:
             return ""
         text = self._decode(self._ids[self._window :] + list(ids))
         if len(ids) > 1 and _INCOMPLETE in text:
             # Some decoders read bytes by their neighbours: a block must not read unlike its ids.
-            return "".join(self.push([id]) for id in ids)
+            return "".join(self.push([id], may_stop) for id in ids)
         self._ids.extend(ids)
+        self._may_stop = may_stop
         certain = text.rstrip(_INCOMPLETE)
         new = certain[self._given :]
         self._given += len(new)
@@ -53,27 +75,40 @@ class TextStream:
         return self._release(new)
 
     def flush(self) -> str:
-        """Return what is held back: the answer ended without a (further) stop string."""
+        """Return what is held back, now that no more ids come; it may complete a stop string."""
         if self.matched is not None:
             return ""
-        text = self._held + self._decode(self._ids[self._window :])[self._given :]
+        text = self._release(self._decode(self._ids[self._window :])[self._given :])
+        text += self._held
         self._window = self._read = len(self._ids)
         self._given = 0
         self._held = ""
         return text
 
-    def _release(self, text: str) -> str:
+    def _release(self, new: str) -> str:
         if not self._stop:
-            return text
-        text = self._held + text
-        found = [(text.find(stop), -len(stop), stop) for stop in self._stop if stop in text]
-        if found:
-            at, _, self.matched = min(found)
+            return new
+        text = self._held + new
+        found = self._find(text, len(self._held)) if self._may_stop else None
+        if found is not None:
+            at, self.matched = found
             self._held = ""
-            return text[:at]
+            return text[: at + len(self.matched)] if self._include_stop else text[:at]
         keep = max(_overlap(text, stop) for stop in self._stop)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
+
+    def _find(self, text: str, num_old: int) -> tuple[int, str] | None:
+        """The first stop string that ends beyond the old characters, the longest of several."""
+        found = []
+        for stop in self._stop:
+            at = text.find(stop, max(num_old + 1 - len(stop), 0))
+            if at >= 0:
+                found.append((at, -len(stop), stop))
+        if not found:
+            return None
+        at, _, stop = min(found)
+        return at, stop
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -120,6 +120,10 @@ class DraftModelSpec(_Model):
     name: str = Field(default="draft", min_length=1, max_length=64)
     method: Literal["draft_model"]
     num_speculative_tokens: int = Field(default=4, ge=1, le=64)
+    vocabulary: Literal["auto", "string", "token"] = Field(
+        default="auto",
+        description="how a draft of another vocabulary is translated; of the same: no matter",
+    )
     replicas: int = Field(
         default=1, ge=1, description="interchangeable actors; a sequence stays with one"
     )

@@ -51,7 +51,8 @@ class PoolMember:
     async def start(self) -> Any:
         """Make the actor and load it; returns its report."""
         self._handle = self._pool.make(self.index)
-        report: Any = await asyncio.wait_for(self._handle.load.remote(), self._pool.load_timeout_s)
+        load: Any = self._handle.load.remote(*self._pool.load_args)
+        report: Any = await asyncio.wait_for(load, self._pool.load_timeout_s)
         self.is_living = True
         return report
 
@@ -65,18 +66,19 @@ class PoolMember:
                 self._lose(error)
             raise
 
-    async def ask(self, method: str, *args: Any) -> Any:
-        """Call `method`; a failure says nothing about the member."""
+    async def ask(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Call `method`; a failure says nothing about the member. None = at most `silence_s`."""
         name = f"{self._pool.name} {self.index}"
+        limit_s = timeout_s or self._pool.silence_s
         if self._handle is None or not self.is_living:
             raise WorkerLostError(f"{name} is not living")
         try:
-            async with asyncio.timeout(self._pool.silence_s):
+            async with asyncio.timeout(limit_s):
                 return await getattr(self._handle, method).remote(*args)
         except RayError as error:  # before TimeoutError: a method's own comes as both
             raise WorkerLostError(str(to_outrider_error(error, f"{name} is lost"))) from error
         except TimeoutError as error:
-            raise WorkerLostError(f"{name} was silent for {self._pool.silence_s:g} s") from error
+            raise WorkerLostError(f"{name} was silent for {limit_s:g} s") from error
 
     def kill(self) -> None:
         """End the actor and its recovery."""
@@ -147,6 +149,7 @@ class DraftPool:
         self.load_timeout_s = load_timeout_s
         self.silence_s = silence_s
         self.on_lost = on_lost  # told the index of a member that was lost
+        self.load_args: tuple[Any, ...] = ()  # for `load` of members that are made from now on
         self.members = [PoolMember(self, index) for index in range(size)]
 
     async def start(self) -> list[Any]:

@@ -164,7 +164,7 @@ def _no_text(_: Settings) -> Any:
     return _empty
 
 
-def _empty(_: list[int]) -> str:
+def _empty(ids: list[int], *, skip_special_tokens: bool) -> str:
     return ""
 
 

@@ -13,7 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.actors.loading import footprint
-from outrider.actors.vocabulary import Vocabulary, explain_difference, load_tokenizer
+from outrider.actors.messages import LoadReport
+from outrider.actors.pairing import PairReport, has_same_vocabulary, pair_up
+from outrider.actors.spelling import TokenizerData
+from outrider.actors.vocabulary import Vocabulary, load_tokenizer
 from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, Settings, TargetSpec
 from outrider.cluster.errors import ConfigError
 from outrider.cluster.models import resolve
@@ -40,9 +43,11 @@ def check(path: str | Path, console: Console) -> None:
     file = read_serve_file(path)
     settings = file.settings
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the reason comes as a sentence
-    for spec in settings.drafts:
-        if isinstance(spec, DraftModelSpec):
-            _check_vocabulary(settings.target, spec)
+    pairs = {
+        spec.name: _examine_pair(settings.target, spec)
+        for spec in settings.drafts
+        if isinstance(spec, DraftModelSpec)
+    }
     needs = size_up(settings)
     console.print(f"{settings.model_name} at {file.root_url}/v1", highlight=False)
     console.print(_table(needs))
@@ -51,6 +56,8 @@ def check(path: str | Path, console: Console) -> None:
     for spec in settings.drafts:
         if isinstance(spec, PromptLookupSpec):
             console.print(f"draft {spec.name}: prompt lookup, runs in the coordinator")
+        else:
+            console.print(f"draft {spec.name}: {pairs[spec.name]}", highlight=False)
 
 
 def size_up(settings: Settings) -> list[Need]:
@@ -79,14 +86,20 @@ def size_up(settings: Settings) -> list[Need]:
     return needs
 
 
-def _check_vocabulary(target: TargetSpec, draft: DraftModelSpec) -> None:
-    target_vocabulary, vocabulary = (
-        Vocabulary.of(load_tokenizer(resolve(spec.model, spec.revision), spec.tokenizer))
-        for spec in (target, draft)
-    )
-    difference = explain_difference(target_vocabulary, vocabulary)
-    if difference is not None:
-        raise ConfigError(f"draft {draft.name} cannot draft for {target.model}: {difference}")
+def _examine_pair(target: TargetSpec, draft: DraftModelSpec) -> PairReport:
+    theirs, own = _report_tokenizer(target), _report_tokenizer(draft)
+    if has_same_vocabulary(theirs, own):
+        return PairReport(("same",))
+    try:
+        return pair_up(theirs, own, draft.vocabulary)[1]
+    except ConfigError as error:
+        raise ConfigError(f"draft {draft.name} cannot draft for {target.model}: {error}") from None
+
+
+def _report_tokenizer(spec: TargetSpec | DraftModelSpec) -> LoadReport:
+    tokenizer = load_tokenizer(resolve(spec.model, spec.revision), spec.tokenizer)
+    vocabulary, data = Vocabulary.of(tokenizer), TokenizerData.of(tokenizer)
+    return LoadReport(vocabulary, vocabulary.size, (), 0, tokenizer=data)
 
 
 def _table(needs: list[Need]) -> Table:

@@ -289,10 +289,10 @@ async def test_prompts_that_cannot_be_served_are_refused_with_both_numbers(share
     assert answer.last is not None and answer.last.finish_reason == "length"
 
 
-async def test_a_draft_of_another_vocabulary_is_refused_at_start(folders: Folders) -> None:
+async def test_a_draft_that_cannot_be_translated_is_refused_at_start(folders: Folders) -> None:
     others = set(worker_pids("TargetWorker"))
-    settings = make_settings(folders.target, neural("other", folders.foreign))
-    with pytest.raises(ConfigError, match="draft other: the vocabularies differ in 11 of 151 ids"):
+    settings = make_settings(folders.target, neural("other", folders.foreign, vocabulary="string"))
+    with pytest.raises(ConfigError, match="draft other: vocabulary: string cannot serve the pair"):
         async with serving(settings):
             pass
     await wait_for(lambda: set(worker_pids("TargetWorker")) == others, "no target of its own left")

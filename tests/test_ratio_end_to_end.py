@@ -12,7 +12,7 @@ from outrider.actors.sampling import processed
 from outrider.cluster.config import DraftModelSpec, TargetSpec
 
 from .conftest import Folders
-from .engine import Engine, EngineDraft, Job, decide
+from .engine import Engine, EngineDraft, Job
 
 FALSE_ALARM_Z = 4.9  # two-sided, 1e-6
 
@@ -46,7 +46,7 @@ class _Watched(Engine):
     """Notes, at every verified position, the theory's acceptance and what happened."""
 
     def decide(self, rows: Rows) -> Outcomes:
-        outcomes = decide(self.target, rows)
+        outcomes = super().decide(rows)
         at = 0
         logits = self.target.forward(
             rows.row, rows.start, rows.ids, [n + 1 for n in rows.num_drafted]

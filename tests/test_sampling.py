@@ -38,6 +38,9 @@ def oracle_law(logits: list[float], sampling: Sampling) -> dict[int, float]:
     best = max(logits)
     ranked = sorted(range(len(logits)), key=lambda id: (-logits[id], id))
     ranked = [id for id in ranked if logits[id] > -math.inf]
+    if sampling.min_p:
+        least = math.log(sampling.min_p)
+        ranked = [id for id in ranked if (logits[id] - best) / sampling.temperature >= least]
     if sampling.top_k:
         ranked = ranked[: sampling.top_k]
     mass = {id: math.exp((logits[id] - best) / sampling.temperature) for id in ranked}
@@ -89,6 +92,8 @@ sampling_laws = st.builds(
     temperature=st.sampled_from([0.05, 0.5, 1.0, 3.0, 100.0]),
     top_k=st.integers(0, 45),
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 1.0)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
+    shaping=st.none(),
 )
 
 
@@ -120,6 +125,19 @@ def test_top_p_acts_on_what_top_k_left() -> None:
     assert processed(logits, Sampling(top_k=2, top_p=0.55))[0].tolist() == [0]
 
 
+def test_min_p_keeps_what_is_likely_beside_the_likeliest_and_acts_first() -> None:
+    logits = torch.tensor([0.4, 0.1, 0.3, 0.2], dtype=torch.float64).log()
+    assert processed(logits, Sampling(min_p=0.51))[0].tolist() == [0, 2]
+    assert processed(logits, Sampling(min_p=0.49))[0].tolist() == [0, 2, 3]
+    assert processed(logits, Sampling(min_p=1.0))[0].tolist() == [0]
+    assert processed(torch.zeros(4), Sampling(min_p=1.0))[0].tolist() == [0, 1, 2, 3]
+    # Of .4 and .3 alone, .4 is more than half of the mass: top-p sees what min-p left.
+    assert processed(logits, Sampling(min_p=0.51, top_p=0.55))[0].tolist() == [0]
+    assert processed(logits, Sampling(top_p=0.55))[0].tolist() == [0, 2]
+    assert processed(logits, Sampling(0.5, min_p=0.51))[0].tolist() == [0, 2]
+    assert processed(logits, Sampling(0.5, min_p=0.6))[0].tolist() == [0]  # (.3/.4)^2 < .6
+
+
 def test_temperature_acts_before_top_p() -> None:
     logits = torch.tensor([0.6, 0.4], dtype=torch.float64).log()
     assert processed(logits, Sampling(temperature=1.0, top_p=0.6 + 1e-9))[0].tolist() == [0, 1]
@@ -145,6 +163,8 @@ def test_the_pruned_race_has_the_winner_of_the_full_race(
                 for position in range(3):
                     drawn = draw(torch.from_numpy(row), sampling, position)
                     assert drawn == full_race(row, sampling, position), (sampling, position)
+            sampling = Sampling(temperature, seed=11, min_p=0.1)
+            assert draw(torch.from_numpy(row), sampling, 9) == full_race(row, sampling, 9)
 
 
 def test_the_prune_gives_way_when_the_likely_ids_are_unlucky() -> None:
@@ -207,15 +227,19 @@ MIXED = [
     Sampling(1.3, 0, 0.8, seed=2**64 - 1),
     Sampling(100.0, 40, 0.9, seed=6, choice=7),
     Sampling(0.0, 1, 0.5, seed=7),
+    Sampling(1.0, seed=8, min_p=0.05),
+    Sampling(1.4, 6, 0.9, seed=9, min_p=0.02),
+    Sampling(0.0, seed=10, min_p=1.0),
+    Sampling(0.3, 0, 0.6, seed=11, min_p=1.0),
 ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_torch_path_equals_the_host_path(dtype: torch.dtype) -> None:
-    logits = torch.randn(105, 777, generator=torch.Generator().manual_seed(2), dtype=dtype) * 3
+    logits = torch.randn(165, 777, generator=torch.Generator().manual_seed(2), dtype=dtype) * 3
     logits[::3] = logits[::3].round()  # ties
     logits[::4, :300] = -math.inf
-    samplings, positions = MIXED * 15, list(range(105))
+    samplings, positions = MIXED * 15, list(range(165))
     for tag in Tag:
         expected = draw_rows(logits, samplings, positions, tag)
         assert draw_rows_torch(logits, samplings, positions, tag) == expected

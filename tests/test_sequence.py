@@ -1,13 +1,13 @@
 """Sequences: where answers end, what counts, and what becomes of proposals that come late."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from outrider.actors.messages import Law, Sampling
+from outrider.actors.messages import Law, Sampling, TokenLogprob
 from outrider.actors.requests import Delta
 from outrider.actors.sequence import NO_BLOCK, Block, Proposal, Sequence, StopRules
 from outrider.actors.text import TextStream
@@ -28,7 +28,7 @@ def make(rules: StopRules, wanted: int | None = None) -> Sequence:
         PROMPT,
         Sampling(seed=3),
         rules,
-        TextStream(decode, PROMPT, rules.stop),
+        TextStream(decode, PROMPT, rules.stop, include_stop=rules.include_stop),
         seed=-1,
         num_speculative_tokens=wanted,
     )
@@ -46,14 +46,18 @@ def plain(stream: list[int], rules: StopRules) -> Answer:
     """The answer by its definition: one id after another."""
     for count in range(1, len(stream) + 1):
         ids, id = stream[:count], stream[count - 1]
-        if id in rules.stop_ids:
-            return Answer(ids, decode(ids[:-1]), "stop", id)
-        if id in rules.end_ids:
-            return Answer(ids, decode(ids[:-1]), "stop", None)
-        found = [(decode(ids).find(s), -len(s), s) for s in rules.stop if s in decode(ids)]
-        if found:
-            at, _, stop = min(found)
-            return Answer(ids, decode(ids)[:at], "stop", stop)
+        shown = ids if rules.include_stop else ids[:-1]
+        if count >= rules.min_tokens:
+            if id in rules.stop_ids:
+                return Answer(ids, decode(shown), "stop", id)
+            if id in rules.end_ids:
+                return Answer(ids, decode(shown), "stop", None)
+            # Every id is one character: what this one completes ends the text so far.
+            text = decode(ids)
+            ends = [s for s in rules.stop if text.endswith(s)]
+            if ends:
+                stop = max(ends, key=len)
+                return Answer(ids, text if rules.include_stop else text[: -len(stop)], "stop", stop)
         if count == rules.max_tokens:
             return Answer(ids, decode(ids), "length", None)
     return Answer(stream, decode(stream), None, None)
@@ -79,6 +83,8 @@ rules = st.builds(
     end_ids=st.sampled_from([frozenset[int](), frozenset({END_ID}), frozenset({END_ID, STOP_ID})]),
     stop_ids=st.sampled_from([frozenset[int](), frozenset({STOP_ID})]),
     stop=st.lists(st.text("bcde", min_size=1, max_size=3), max_size=2).map(tuple),
+    min_tokens=st.integers(0, 8),
+    include_stop=st.booleans(),
 )
 
 
@@ -154,6 +160,40 @@ def test_text_held_for_a_stop_string_comes_out_when_another_rule_ends_the_answer
     by_id = make(StopRules(9, frozenset({END_ID}), stop=("bcd",)))
     delta = by_id.commit(Block("d", [1, 2]), 2, END_ID)
     assert (delta.ids, delta.text, delta.stop_reason) == ([1, 2, END_ID], "bc", None)
+
+
+@pytest.mark.parametrize("min_tokens", range(6))
+@pytest.mark.parametrize("end", ["end id", "stop id", "stop string"])
+def test_nothing_ends_an_answer_before_min_tokens_wherever_blocks_end(
+    min_tokens: int, end: str
+) -> None:
+    rules, ending, _, _ = ENDS[end]
+    rules = replace(rules, min_tokens=min_tokens)
+    for size in range(6):
+        deltas = commit_all(make(rules), [*ending * 12], [size])
+        ids = [id for delta in deltas for id in delta.ids]
+        assert len(ids) == max(min_tokens, 1)
+        assert "".join(delta.text for delta in deltas) == decode(ids[:-1])
+
+
+def test_a_stop_string_completed_too_early_is_text_and_no_part_of_a_later_match() -> None:
+    rules = StopRules(99, stop=("c", "bcd"), min_tokens=3)
+    assert make(rules).commit(Block("d", [1, 2]), 2, 4).finish_reason is None
+    delta = make(rules).commit(Block("d", [1, 2, 4]), 3, 2)
+    assert (delta.ids, delta.text, delta.stop_reason) == ([1, 2, 4, 2], "bce", "c")
+    delta = make(rules).commit(Block("d", [1, 2]), 2, 3)
+    assert (delta.text, delta.stop_reason) == ("", "bcd")  # it begins before, ends in time
+
+
+def test_logprobs_come_one_for_each_id_that_is_told() -> None:
+    told = [TokenLogprob(-float(i), ()) for i in range(4)]
+    rules = StopRules(9, stop_ids=frozenset({STOP_ID}))
+    sequence = make(rules)
+    sequence.num_logprobs = 0
+    assert sequence.commit(Block("d", [1, 2]), 1, 3, told[:2]).logprobs == told[:2]
+    delta = sequence.commit(Block("d", [1, STOP_ID, 2]), 3, 3, told)
+    assert (delta.ids, delta.logprobs) == ([1, STOP_ID], told[:2])
+    assert make(rules).commit(NO_BLOCK, 0, 1).logprobs is None
 
 
 def test_stop_strings_begin_in_the_answer_not_in_the_prompt() -> None:

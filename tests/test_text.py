@@ -195,6 +195,24 @@ def test_a_stop_string_ends_the_text_at_its_first_id_and_is_never_shown(
     assert text.flush() == ""
 
 
+def test_a_stop_string_that_ends_in_a_broken_character_is_found_at_the_very_end() -> None:
+    """The end of the answer made it certain, but came out unsearched."""
+    text = TextStream(BYTES, [], ("a" + BROKEN,))
+    assert [text.push([id]) for id in (98, 97, 0xE2)] == ["b", "", ""]
+    assert (text.flush(), text.matched) == ("", "a" + BROKEN)
+
+
+@settings(deadline=None)
+@given(letters, stops)
+def test_an_included_stop_string_is_the_end_of_the_text(
+    ids: list[int], stop: tuple[str, ...]
+) -> None:
+    plain, including = TextStream(BYTES, [], stop), TextStream(BYTES, [], stop, include_stop=True)
+    without = "".join(plain.push([id]) for id in ids) + plain.flush()
+    shown = "".join(including.push([id]) for id in ids) + including.flush()
+    assert shown == without + (plain.matched or "")
+
+
 def test_what_might_have_been_a_stop_string_is_held_and_comes_out_at_the_end() -> None:
     text = TextStream(BYTES, [], ("END",))
     assert [text.push([id]) for id in b"xEEN"] == ["x", "", "E", ""]
