@@ -137,7 +137,9 @@ class Engine:
                 length = s.draft_length(draft.num_tokens)
                 ids = draft.source.propose(s.id, s.committed, length)
                 if ids:
-                    s.proposal = Proposal(draft.name, len(s.committed), ids)
+                    base = len(s.committed)
+                    s.proposal = Proposal(draft.name, base, ids, method="prompt_lookup")
+                    self.stats.drafts[draft.name].proposals += 1
             return
         assert draft.ledger is not None
         method = draft.method

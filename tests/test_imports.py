@@ -25,9 +25,9 @@ MAY_IMPORT = {
     "deploy": {"cluster", "actors", "deploy"},
 }
 PURE = [
-    "attention", "cache", "decide", "drafter", "intake", "ledger", "loading", "lookup", "messages",
-    "method_choice", "methods", "model", "pace", "pairing", "philox", "requests", "sampling",
-    "scheduler", "selfcheck", "sequence", "shaping", "spelling", "stats", "text", "verify",
+    "attention", "cache", "decide", "drafter", "intake", "latencies", "ledger", "loading", "lookup",
+    "messages", "method_choice", "methods", "model", "pace", "pairing", "philox", "requests",
+    "sampling", "scheduler", "selfcheck", "sequence", "shaping", "spelling", "stats", "text", "verify",
     "vocabulary",
 ]  # fmt: skip
 SHELLS = ["__init__", "coordinator", "draft", "drafting", "target"]
