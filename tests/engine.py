@@ -20,6 +20,8 @@ from outrider.actors.sequence import Proposal, Sequence, StopRules
 from outrider.actors.stats import DraftStats, Stats
 from outrider.actors.text import TextStream
 
+from .identities import check_identities
+
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -107,6 +109,7 @@ class Engine:
                 if delta.finish_reason is not None:
                     del alive[sequence.id]
                     self._forget(sequence.id)
+        check_identities(self.stats)
         return [deltas[sequence.id] for sequence in sequences]
 
     def decide(self, rows: Rows) -> Outcomes:

@@ -9,9 +9,8 @@ def check_identities(stats: Stats) -> None:
     for draft in drafts:
         check_draft(draft)
     emitted, cut = stats.emitted, stats.cut
-    assert emitted["accepted"] + cut["accepted"] == sum(
-        d.counts.num_accepted_tokens for d in drafts
-    )
+    num_accepted = sum(draft.counts.num_accepted_tokens for draft in drafts)
+    assert emitted["accepted"] + cut["accepted"] == num_accepted
     assert emitted["own"] + cut["own"] == sum(d.counts.num_drafts for d in drafts)
     assert cut["plain"] == 0
     assert stats.emitted_tokens == emitted["accepted"] + emitted["own"] + emitted["plain"]

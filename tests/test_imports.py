@@ -27,8 +27,8 @@ MAY_IMPORT = {
 PURE = [
     "attention", "cache", "decide", "drafter", "intake", "latencies", "ledger", "loading", "lookup",
     "messages", "method_choice", "methods", "model", "pace", "pairing", "philox", "requests",
-    "sampling", "scheduler", "selfcheck", "sequence", "shaping", "spelling", "stats", "text", "verify",
-    "vocabulary",
+    "sampling", "scheduler", "selfcheck", "sequence", "shaping", "spelling", "stats", "text",
+    "verify", "vocabulary",
 ]  # fmt: skip
 SHELLS = ["__init__", "coordinator", "draft", "drafting", "target"]
 CLOCKS_AND_MACHINERY = {"ray", "fastapi", "starlette", "httpx", "asyncio", "time", "datetime"}
