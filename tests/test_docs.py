@@ -17,7 +17,6 @@ from outrider.cluster.config import (
     Settings,
     TargetSpec,
     TimeoutsSpec,
-    parse_settings,
 )
 from outrider.deploy.cli import _parser
 from outrider.deploy.schema import ChatBody, CompletionBody
@@ -105,18 +104,6 @@ def test_settings_that_are_named_exist(page: Path) -> None:
         if setting := re.fullmatch(r"([\w.\[\]]+): \S.*", span):
             name = setting[1].rsplit(".")[-1]
             assert name in known or name == "ray", span
-
-
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_settings_shown_with_a_value_are_accepted(page: Path) -> None:
-    for span in spans(page):
-        if shown := re.fullmatch(r"(?:(\w+)\.)?(\w+): ([\w.]+)", span):
-            section, name, value = shown.groups()
-            for spec in SECTIONS.get(section or "target", ()):
-                if name in spec.model_fields:
-                    args = {"target": {"model": "a/b"}}
-                    args.setdefault(section or "target", {})[name] = value
-                    parse_settings(args)
 
 
 @pytest.mark.parametrize(("place", "command"), commands() + comments())
