@@ -22,11 +22,12 @@ SOURCE = CONFIGS / "llama-70b.yaml"
 YAML_FILES = sorted(path for path in CONFIGS.rglob("*.y*ml"))
 PROMTOOL = shutil.which("promtool")
 
-# Fields of KubeRay's Go types (ray-operator/apis/ray/v1, 1.6). Kubernetes drops others silently.
+# Fields of KubeRay's Go types (ray-operator/apis/ray/v1, 1.6), all that we may want. Kubernetes
+# drops a field that it does not know without a word.
 KUBERAY = {
     "RayServiceSpec": {
         "rayClusterDeletionDelaySeconds", "serveService", "upgradeStrategy", "serveConfigV2",
-        "rayClusterConfig", "excludeHeadPodFromServeSvc", "suspend",
+        "rayClusterConfig", "excludeHeadPodFromServeSvc",
     },
     "rayClusterConfig": {
         "upgradeStrategy", "authOptions", "suspend", "managedBy", "autoscalerOptions",
