@@ -16,12 +16,12 @@ from typing import Any, Literal
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from outrider.actors.byte_letters import read_byte_letters, read_byte_piece
 from outrider.actors.vocabulary import Vocabulary
 
 Script = Literal["byte-level", "sentence-piece", "plain"]
 
 _SPACE = "\u2581"  # how sentence pieces write a space
-_BYTE_PIECE = re.compile("<0x([0-9A-Fa-f]{2})>")
 _NOT_UTF_8 = re.compile("([\udc80-\udcff]+)")  # bytes that `surrogateescape` let through
 _WORDS = re.compile(r"\s*\S+|\s+")
 _ROLES = ("bos_token", "eos_token")
@@ -94,7 +94,7 @@ class Spelling:
     def ids(self) -> dict[bytes, int]:
         """Piece -> its one id: a whole piece rather than a byte's stand-in, then the smallest."""
         ids: dict[bytes, int] = {}
-        stand_ins = {id for id in self.pieces if _BYTE_PIECE.fullmatch(self._tokens[id])}
+        stand_ins = {id for id in self.pieces if read_byte_piece(self._tokens[id])}
         for id in sorted(self.pieces, key=lambda id: (id in stand_ins, id)):
             ids.setdefault(self.pieces[id], id)
         return ids
@@ -172,28 +172,12 @@ def complete_length(data: bytes) -> int:
 
 
 def _spell(token: str, script: Script, *, is_added: bool) -> bytes:
+    spelled: bytes | None = None
     if script == "byte-level" and not is_added:
-        data = [_BYTE_OF.get(character) for character in token]
-        if None not in data:
-            return bytes(byte for byte in data if byte is not None)
+        spelled = read_byte_letters(token)
     if script == "sentence-piece":
-        byte = _BYTE_PIECE.fullmatch(token)
-        return bytes([int(byte[1], 16)]) if byte else token.replace(_SPACE, " ").encode()
-    return token.encode("utf-8", "surrogatepass")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for bytes: printable Latin-1 ones stand for themselves, the others follow
-    from U+0100 on (Radford et al. 2019, byte-level BPE)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(0x100) if byte not in printable]
-    return {
-        **{chr(byte): byte for byte in printable},
-        **{chr(0x100 + index): byte for index, byte in enumerate(others)},
-    }
-
-
-_BYTE_OF = _byte_alphabet()
+        spelled = read_byte_piece(token) or token.replace(_SPACE, " ").encode()
+    return token.encode("utf-8", "surrogatepass") if spelled is None else spelled
 
 
 def _parts(part: Any) -> Iterator[dict[str, Any]]:

@@ -4,12 +4,12 @@ Knows what a prompt, a bad word and a token's text are; decides nothing about a 
 """
 
 import asyncio
-import re
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jinja2 import TemplateError
 
+from outrider.actors.byte_letters import read_byte_letters, read_byte_piece
 from outrider.actors.requests import Delta
 from outrider.cluster.errors import RequestError
 from outrider.deploy.logprobs import TokenText
@@ -105,25 +105,8 @@ class Tokens:
 def read_token(tokenizer: Tokenizer, index: int) -> TokenText:
     """What token `index` says by itself; its true bytes even if they are no whole character."""
     text: str = tokenizer.decode([index], skip_special_tokens=False)
-    data = _piece_bytes(tokenizer.convert_ids_to_tokens(index)) if "\ufffd" in text else None
+    data = None
+    if "\ufffd" in text:
+        piece = tokenizer.convert_ids_to_tokens(index)
+        data = read_byte_piece(piece) or read_byte_letters(piece)
     return TokenText(text, text.encode() if data is None else data)
-
-
-def _piece_bytes(piece: str) -> bytes | None:
-    """The bytes that a vocabulary's entry writes out: byte fallback's `<0xE2>`, or byte-level."""
-    if match := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
-        return bytes.fromhex(match[1])
-    if all(letter in _BYTE_OF for letter in piece):
-        return bytes(_BYTE_OF[letter] for letter in piece)
-    return None
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's letter for each byte: its own where that is visible, else the next from 256 on."""
-    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    hidden = [byte for byte in range(0x100) if byte not in visible]
-    letters = {chr(byte): byte for byte in visible}
-    return letters | {chr(0x100 + place): byte for place, byte in enumerate(hidden)}
-
-
-_BYTE_OF = _byte_alphabet()

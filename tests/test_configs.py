@@ -1,4 +1,4 @@
-"""The files in configs/: what Ray Serve and our settings both accept, and what we refuse."""
+"""The Serve configurations in configs/: what Serve and our settings accept, and what we refuse."""
 
 import re
 from pathlib import Path

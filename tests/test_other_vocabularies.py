@@ -148,6 +148,21 @@ def shuffled(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     )
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_a_temperature_near_zero_gives_the_greedy_ids(method: Method) -> None:
+    tokenizers = make_tokenizer("byte-level", 1), make_tokenizer("unigram", 2)
+    target = ByteModel(tokenizers[0], 8, 0.5)
+    greedy, cold = (
+        [Job(job.prompt, 30, law, job.end_ids) for job in make_jobs(target, 5)]
+        for law in (Sampling(temperature=0), Sampling(temperature=1e-3, seed=3))
+    )
+    drafter, _ = make_draft(*tokenizers, noise=0.5)
+    expected = make_engine(target).run(greedy)
+    for jobs in (greedy, cold):
+        engine = make_engine(target, [EngineDraft("d", 4, drafter, method=method)])
+        assert engine.run(jobs) == expected
+
+
 def test_methods_change_hands_in_mid_sequence_and_lookup_helps_out() -> None:
     tokenizers = make_tokenizer("byte-level", 1), make_tokenizer("unigram", 2)
     target = ByteModel(tokenizers[0], 8, 0.5)
