@@ -1,4 +1,4 @@
-"""Command line: `outrider serve`, `outrider check`, `outrider bench`.
+"""Command line: `outrider serve`, `outrider check`, `outrider top`, `outrider bench`.
 
 Exit codes: 0 done, 1 it did not work, 2 the command or the file is wrong, 130 interrupted. What
 went wrong is one sentence on stderr. Heavy packages are imported only by the command that needs
@@ -73,6 +73,14 @@ def _parser(arguments: Sequence[str], build: "Build | None") -> argparse.Argumen
     check.add_argument("file", metavar="FILE")
     check.set_defaults(run=_check)
 
+    top = commands.add_parser("top", help="watch a server's acceptance rates and speed")
+    top.add_argument("url", metavar="URL", help="of the API or of its metrics.port")
+    top.add_argument(
+        "--interval", type=_seconds, default=2.0, metavar="S", help="between looks; default: 2"
+    )
+    top.add_argument("--once", action="store_true", help="print what one interval brought")
+    top.set_defaults(run=_top)
+
     bench = commands.add_parser("bench", help="measure")
     kinds = bench.add_subparsers(required=True, metavar="KIND")
     for kind, purpose in _BENCHES.items():
@@ -113,6 +121,28 @@ def _check(options: argparse.Namespace) -> int:
 
     check(options.file, Console())
     return 0
+
+
+def _top(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from outrider.deploy.top import Watch, print_once, watch
+
+    console = Console()
+    with Watch(options.url) as server:
+        if options.once or not console.is_terminal:
+            print_once(server, options.interval, console)
+        else:
+            with contextlib.suppress(KeyboardInterrupt):  # there is no other end
+                watch(server, options.interval, console)
+    return 0
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
+    return seconds
 
 
 def _port(text: str) -> int:

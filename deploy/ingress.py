@@ -8,8 +8,9 @@ Knows no tensors; ids and text only.
 
 import asyncio
 import logging
+import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from outrider.cluster.errors import RequestError, UnavailableError
 from outrider.cluster.logs import log_to_terminal, reporter
 from outrider.deploy.answers import Answer, Kind
 from outrider.deploy.failures import UnknownModelError, to_outrider_error, unwrap
+from outrider.deploy.glance import History, look, read
 from outrider.deploy.metrics import render
 from outrider.deploy.routes import build_routes
 from outrider.deploy.schema import (
@@ -34,6 +36,7 @@ from outrider.deploy.schema import (
     parse_chat,
     parse_completion,
 )
+from outrider.deploy.status_page import render_status
 from outrider.deploy.tokens import Tokenizer, Tokens
 
 CONTROL_TIMEOUT_S = 10.0  # for the coordinator's answer to a question that needs no decoding
@@ -63,7 +66,11 @@ class Ingress:
     """
 
     def __init__(
-        self, settings: Settings, coordinator: Any, tokenizer: Tokenizer | None = None
+        self,
+        settings: Settings,
+        coordinator: Any,
+        tokenizer: Tokenizer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model_name = settings.model_name
         self._settings = settings
@@ -71,6 +78,8 @@ class Ingress:
         self._streaming = coordinator.options(stream=True)
         self._tokens = Tokens(tokenizer or _load_tokenizer(settings))
         self._card: ModelCard | None = None
+        self._history = History()
+        self._clock = clock
         self._num_spec_tokens = max(
             (draft.num_speculative_tokens for draft in settings.drafts), default=0
         )
@@ -127,8 +136,18 @@ class Ingress:
 
     async def metrics(self) -> bytes:
         """The coordinator's counts in Prometheus' text format, whichever ingress is asked."""
+        return render(self._settings, await self._measure())
+
+    async def status(self) -> str:
+        """The same as a page for people, in HTML; the last minute is as this ingress saw it."""
+        counts, now = read(await self._measure()), self._clock()
+        return render_status(self.model_name, look(counts), self._history.look(counts, now))
+
+    async def _measure(self) -> Snapshot:
+        """A new snapshot, kept for the pages of the next minute, whoever asked for it."""
         snapshot: Snapshot = await self._ask(self._coordinator.measure.remote(), "not ready")
-        return render(self._settings, snapshot)
+        self._history.add(read(snapshot), self._clock())
+        return snapshot
 
     async def _describe(self) -> ModelCard:
         if self._card is None:

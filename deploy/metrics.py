@@ -1,9 +1,9 @@
-"""The instruments in Prometheus' text format: read from a snapshot at every scrape."""
+"""The instruments in Prometheus' text format: read from a snapshot at every scrape, and back."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from threading import Thread
 from typing import Any
 from wsgiref.simple_server import WSGIServer
@@ -15,13 +15,17 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 from prometheus_client.utils import floatToGoString
 
 from outrider.actors.stats import Histogram, Snapshot
 from outrider.cluster.config import MetricsSpec, Settings
 from outrider.cluster.errors import ConfigError
-from outrider.deploy.instruments import INSTRUMENTS, Instrument
+from outrider.deploy.glance import Counts
+from outrider.deploy.instruments import BY_NAME, INSTRUMENTS, Instrument
+from outrider.deploy.readings import Value
 from outrider.deploy.vllm_names import VLLM_INSTRUMENTS
 
 TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,6 +77,45 @@ def _family(instrument: Instrument, model: str, snapshot: Snapshot) -> Metric:
 def render(settings: Settings, snapshot: Snapshot) -> bytes:
     """The page that a scrape gets."""
     return generate_latest(_registry(settings, lambda: snapshot))
+
+
+def parse(page: str) -> tuple[str, Counts]:
+    """The model's name and the reading that a scraped page shows; ValueError if it shows none."""
+    models: set[str] = set()
+    counts: dict[str, dict[tuple[str, ...], Value]] = {}
+    for family in text_string_to_metric_families(page):
+        if (instrument := BY_NAME.get(family.name)) is None:
+            continue
+        values = counts[instrument.name] = {}
+        for sample in family.samples:
+            model, *labels = (sample.labels[label] for label in instrument.labels)
+            models.add(model)
+            _take(values, tuple(labels), instrument, sample)
+        for value in values.values():
+            if isinstance(value, Histogram):
+                value.counts = [b - a for a, b in pairwise([0, *value.counts])]
+    if len(models) != 1:
+        raise ValueError(f"the counts are of {len(models)} models, not of one")
+    return models.pop(), counts
+
+
+def _take(
+    values: dict[tuple[str, ...], Value],
+    labels: tuple[str, ...],
+    instrument: Instrument,
+    sample: Sample,
+) -> None:
+    """Put one sample in its place; buckets as they come, the sum of all up to each."""
+    if instrument.kind != "histogram":
+        values[labels] = sample.value
+        return
+    histogram = values.setdefault(labels, Histogram(instrument.buckets))
+    assert isinstance(histogram, Histogram)
+    if sample.name.endswith("_bucket"):
+        bounds = (*instrument.buckets, math.inf)
+        histogram.counts[bounds.index(float(sample.labels["le"]))] = int(sample.value)
+    elif sample.name.endswith("_sum"):
+        histogram.sum = sample.value
 
 
 @dataclass(frozen=True)

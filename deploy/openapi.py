@@ -46,6 +46,7 @@ def describe_api() -> dict[str, Any]:
             "/v1/models": {"get": _operation("List the models: one")},
             "/v1/models/{name}": {"get": _operation("Describe a model") | {"parameters": [name]}},
             "/metrics": {"get": _operation("Counts for Prometheus", "text/plain")},
+            "/status": {"get": _page("Acceptance, speed and health, for people")},
             "/health": {"get": _operation("Whether everything is loaded")},
         },
         "components": {"schemas": {**models["$defs"], "Error": _ERROR}},
@@ -58,6 +59,12 @@ def _generation(summary: str, body: type[BaseModel]) -> dict[str, Any]:
         **_operation(summary, "application/json", "text/event-stream"),
         "requestBody": {"required": True, "content": {"application/json": {"schema": schema}}},
     }
+
+
+def _page(summary: str) -> dict[str, Any]:
+    operation = _operation(summary, "text/html")
+    operation["responses"]["503"] = {"description": "Not ready", "content": {"text/html": {}}}
+    return operation
 
 
 def _operation(summary: str, *media_types: str) -> dict[str, Any]:

@@ -15,16 +15,17 @@ from contextlib import aclosing
 from typing import Any, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import StreamingResponse
+from fastapi.responses import HTMLResponse, StreamingResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from outrider.cluster.errors import RequestError
+from outrider.cluster.errors import RequestError, UnavailableError
 from outrider.deploy.answers import Kind
 from outrider.deploy.failures import Failure, describe_failure
 from outrider.deploy.metrics import TEXT_FORMAT
 from outrider.deploy.openapi import describe_api
+from outrider.deploy.status_page import HEADERS, render_trouble
 
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID = 128  # characters
@@ -54,6 +55,8 @@ class Answers(Protocol):
     async def check_ready(self) -> None: ...
 
     async def metrics(self) -> bytes: ...
+
+    async def status(self) -> str: ...
 
 
 def build_routes(answers: Answers, *, echo_request_id: bool = True) -> FastAPI:
@@ -105,6 +108,16 @@ def build_routes(answers: Answers, *, echo_request_id: bool = True) -> FastAPI:
     async def metrics(request: Request) -> Response:
         async def show() -> Response:
             return Response(await answers.metrics(), media_type=TEXT_FORMAT)
+
+        return await _guard(request, show())
+
+    @app.get("/status")
+    async def status(request: Request) -> Response:
+        async def show() -> Response:
+            try:
+                return HTMLResponse(await answers.status(), headers=HEADERS)
+            except UnavailableError as error:
+                return HTMLResponse(render_trouble(str(error)), 503, HEADERS)
 
         return await _guard(request, show())
 

@@ -54,7 +54,7 @@ class HttpTransport:
             response = await self._http.post(PATHS[kind], json=body)
         except httpx.HTTPError as error:
             raise self._unavailable(error) from error
-        _check_status(response)
+        check_status(response)
         answer: dict[str, Any] = response.json()
         return answer
 
@@ -67,7 +67,7 @@ class HttpTransport:
             async with self._http.stream("POST", PATHS[kind], json=body) as response:
                 if response.is_error:
                     await response.aread()
-                    _check_status(response)
+                    check_status(response)
                 async for line in response.aiter_lines():
                     data = line.removeprefix("data:").strip()
                     if data == "[DONE]":
@@ -131,7 +131,8 @@ def _as_json(body: dict[str, Any]) -> dict[str, Any]:
     return copy
 
 
-def _check_status(response: httpx.Response) -> None:
+def check_status(response: httpx.Response) -> None:
+    """Raise the error that an answer tells, if it tells one."""
     if response.is_success:
         return
     try:

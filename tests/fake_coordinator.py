@@ -81,6 +81,7 @@ class FakeCoordinator:
         self._script = script
         self._card = card
         self.illness = illness
+        self.snapshot = Snapshot(Stats(rounds=7), Levels(waiting=2))
         self.requests: list[GenerateRequest] = []
         self.streams: list[FakeStream] = []
         self.generate = _Method(self._generate)
@@ -106,7 +107,7 @@ class FakeCoordinator:
     async def _measure(self) -> Snapshot:
         if self.illness is not None:
             raise self.illness
-        return Snapshot(Stats(rounds=7), Levels(waiting=2))
+        return self.snapshot
 
     async def _check_ready(self) -> None:
         if self.illness is not None:

@@ -1,0 +1,193 @@
+"""`outrider top`: a server's rates in a terminal, over each interval and since its start.
+
+Reads the /metrics that scrapers read: whichever ingress answers, the counts are the coordinator's,
+so that differences of two looks are exact; the metrics.port serves it as well.
+"""
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import httpx
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from outrider.cluster.errors import ConfigError, OutriderError, UnavailableError
+from outrider.deploy import figures
+from outrider.deploy.glance import Counts, Glance, look
+from outrider.deploy.metrics import parse
+from outrider.deploy.transports import check_status
+
+TIMEOUT_S = 10.0
+
+_BAR = 24  # columns
+
+
+class Watch:
+    """Looks at one server, again and again; `with` closes its connection.
+
+    `transport` replaces the network below httpx. Raises ConfigError for what is no URL.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        transport: httpx.BaseTransport | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.url = _base(url)
+        self._http = httpx.Client(timeout=TIMEOUT_S, transport=transport)
+        self._clock = clock
+        self._last: tuple[float, Counts] | None = None
+
+    def look(self) -> "Frame":
+        """What happened since the look before, and since the start.
+
+        Raises UnavailableError, or what else the server told.
+        """
+        model, counts = self._read()
+        now = self._clock()
+        last, self._last = self._last, (now, counts)
+        recent = None if last is None else look(counts, last[1], now - last[0])
+        return Frame(model, look(counts), recent)
+
+    def _read(self) -> tuple[str, Counts]:
+        try:
+            response = self._http.get(f"{self.url}/metrics")
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+            raise UnavailableError(f"cannot reach {self.url}: {reason}") from error
+        check_status(response)
+        try:
+            return parse(response.text)
+        except (ValueError, KeyError) as error:
+            raise UnavailableError(f"{self.url}/metrics has no counts of Outrider") from error
+
+    def __enter__(self) -> "Watch":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._http.close()
+
+
+class Frame:
+    """One look, ready to be printed."""
+
+    def __init__(self, model: str, total: Glance, recent: Glance | None) -> None:
+        self._model = _printable(model)
+        self._total = total
+        self._shown = total if recent is None or recent.is_idle else recent
+        self._glances = [total] if recent is None else [recent, total]
+
+    def __rich__(self) -> RenderableType:
+        return Group(
+            self._head(), Text(), self._figures(), Text(), self._drafts(), self._positions()
+        )
+
+    def _head(self) -> Text:
+        """The model, the rate, and the load."""
+        shown = self._shown
+        if shown.is_idle:
+            rate = "no traffic yet"
+        elif shown.acceptance_rate is None:
+            rate = f"nothing drafted, {figures.window(shown)}"
+        else:
+            rate = f"{figures.percent(shown.acceptance_rate)} accepted, {figures.window(shown)}"
+        load = ", ".join(f"{say(self._total)} {name}" for name, say in figures.LOAD[:2])
+        return Text.assemble(
+            (f"{self._model}\n", "bold"), (rate, "bold green"), (f"   {load}", "dim")
+        )
+
+    def _figures(self) -> Table:
+        table = _table()
+        table.add_column()
+        for glance in self._glances:
+            table.add_column(figures.window(glance), justify="right")
+        for rows in (figures.SPECULATION, figures.SPEED, figures.WASTE, figures.TROUBLE):
+            for name, say in rows:
+                table.add_row(name, *(say(glance) for glance in self._glances))
+        for name, say in figures.LOAD[2:]:
+            table.add_row(name, *[""] * (len(self._glances) - 1), say(self._total))
+        return table
+
+    def _drafts(self) -> Table:
+        table = _table()
+        table.add_column("draft")
+        table.add_column(f"accepted, {figures.window(self._shown)}")
+        for name in ("rate", "length", "living"):
+            table.add_column(name, justify="right")
+        for draft in self._shown.drafts:
+            table.add_row(
+                Text(_printable(draft.name)),
+                _bar(draft.acceptance_rate),
+                figures.percent(draft.acceptance_rate),
+                figures.decimal(draft.mean_acceptance_length),
+                figures.members(draft),
+            )
+        return table
+
+    def _positions(self) -> Table:
+        table = _table()
+        for draft in self._shown.drafts:
+            for position, share in enumerate(draft.acceptance_by_position, 1):
+                name = Text(f"{_printable(draft.name)} token {position}")
+                table.add_row(name, _bar(share), figures.percent(share))
+        return table
+
+
+def print_once(server: Watch, interval_s: float, console: Console) -> None:
+    """Print what one interval brought."""
+    server.look()
+    time.sleep(interval_s)
+    console.print(server.look())
+
+
+def watch(server: Watch, interval_s: float, console: Console) -> None:
+    """Show a frame after each interval until interrupted; a server that is away is waited for."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_try(server, interval_s), refresh=True)
+            time.sleep(interval_s)
+
+
+def _try(server: Watch, interval_s: float) -> RenderableType:
+    try:
+        return server.look()
+    except OutriderError as error:
+        sentence = _printable(" ".join(str(error).split()))
+        return Text(f"{sentence}; trying again every {interval_s:g} s")
+
+
+def _base(url: str) -> str:
+    """The server's URL without what may follow; `host:port` is enough."""
+    url = (url if "://" in url else f"http://{url}").rstrip("/")
+    for end in ("/v1", "/metrics", "/status"):
+        url = url.removesuffix(end)
+    try:
+        parsed = httpx.URL(url)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"{url} is no URL: {error}") from None
+    if parsed.scheme not in ("http", "https") or not parsed.host:
+        raise ConfigError(f"{url} is no URL of a server: give http://HOST:PORT")
+    return url
+
+
+def _table() -> Table:
+    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+
+
+def _bar(share: float | None) -> RenderableType:
+    return ProgressBar(total=1, completed=share or 0, width=_BAR, style="dim")
+
+
+def _printable(name: str) -> str:
+    """Names come from elsewhere: nothing in them may steer the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in name)
