@@ -23,10 +23,13 @@ def decimal(value: float | None) -> str:
 
 
 def whole(value: float | None) -> str:
-    """No digits after the point, commas between thousands; one digit of what is below ten."""
+    """A number of things: as it is below a million, then to three digits; rates to one decimal."""
     if value is None:
         return NOTHING
-    return f"{value:.1f}" if 0 < value < 10 and value != int(value) else f"{value:,.0f}"
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.3g} {letter}"
+    return f"{value:.1f}" if value < 10 and value != int(value) else f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
@@ -41,26 +44,29 @@ def window(glance: Glance) -> str:
     return "since start" if glance.seconds is None else f"last {whole(glance.seconds)} s"
 
 
-def members(draft: DraftGlance) -> str:
-    """How many of a draft's replicas live."""
-    return f"{draft.living} of {draft.replicas}"
+def living(draft: DraftGlance) -> str:
+    """How many of a draft's replicas there are."""
+    return f"{_living(draft)} living"
 
 
-def _part(number: int, of: int) -> str:
-    return f"{number:,} ({percent(number / of)})" if of else f"{number:,}"
+def about(draft: DraftGlance) -> str:
+    """What is told of a draft beside its rate."""
+    length = draft.mean_acceptance_length
+    return living(draft) if length is None else f"{living(draft)}, length {decimal(length)}"
 
 
-def _dropped(glance: Glance) -> str:
-    number = sum(glance.dropped.values())
-    reasons = sorted(glance.dropped, key=lambda reason: -glance.dropped[reason])
-    told = ", ".join(reason.replace("_", " ") for reason in reasons)
-    return _part(number, glance.proposals) + (f": {told}" if told else "")
+def _living(drafts: DraftGlance | Glance) -> str:
+    return f"{drafts.living} of {drafts.replicas}"
+
+
+def _part(number: int, whole: int) -> str:
+    return percent(number / whole if whole else None)
 
 
 SPECULATION: Sequence[Figure] = (
     ("acceptance rate", lambda glance: percent(glance.acceptance_rate)),
     ("mean acceptance length", lambda glance: decimal(glance.mean_acceptance_length)),
-    ("share of output from drafts", lambda glance: percent(glance.share_from_drafts)),
+    ("output from drafts", lambda glance: percent(glance.share_from_drafts)),
 )
 SPEED: Sequence[Figure] = (
     ("tokens per second", lambda glance: whole(glance.tokens_per_s)),
@@ -72,13 +78,13 @@ SPEED: Sequence[Figure] = (
 WASTE: Sequence[Figure] = (
     ("drafted tokens rejected", lambda glance: _part(glance.rejected, glance.drafted)),
     ("proposals late", lambda glance: _part(glance.late, glance.proposals)),
-    ("proposals dropped", _dropped),
-    ("turns without a proposal", lambda glance: whole(glance.fallbacks)),
-    ("tokens cut by stop rules", lambda glance: whole(glance.cut)),
+    ("proposals dropped", lambda glance: _part(glance.dropped, glance.proposals)),
+    ("proposals missing", lambda glance: whole(glance.fallbacks)),
+    ("tokens cut by stop rules", lambda glance: _part(glance.cut, glance.tokens + glance.cut)),
 )
 TROUBLE: Sequence[Figure] = (
-    ("draft members lost", lambda glance: whole(glance.deaths)),
-    ("draft members quarantined", lambda glance: whole(glance.quarantines)),
+    ("draft replicas lost", lambda glance: whole(glance.deaths)),
+    ("draft replicas quarantined", lambda glance: whole(glance.quarantines)),
     ("target rebuilt", lambda glance: whole(glance.rebuilds)),
     ("answers ended by an error", lambda glance: whole(glance.errors)),
     ("answers refused, queue full", lambda glance: whole(glance.refused)),
@@ -87,5 +93,5 @@ LOAD: Sequence[Figure] = (  # of this moment
     ("running", lambda glance: whole(glance.running)),
     ("queued", lambda glance: whole(glance.waiting)),
     ("cache rows", lambda glance: f"{glance.running} of {glance.rows}"),
-    ("draft members living", lambda glance: f"{glance.living} of {glance.replicas}"),
+    ("draft replicas living", _living),
 )

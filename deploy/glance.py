@@ -49,9 +49,9 @@ class Glance:
     rejected: int  # of them
     proposals: int
     late: int  # of them
-    dropped: Mapping[str, int]  # of them, by reason; only those that happened
-    fallbacks: int
-    cut: int  # tokens
+    dropped: int  # of them
+    fallbacks: int  # turns of a sequence without a proposal
+    cut: int  # tokens decided but not emitted
     deaths: int
     quarantines: int
     rebuilds: int
@@ -107,7 +107,7 @@ def look(now: Counts, then: Counts | None = None, seconds: float | None = None) 
         rejected=int(drafted - accepted),
         proposals=int(sums.total("proposals")),
         late=int(sums.total("late_proposals")),
-        dropped={k: int(n) for k, n in sums.by("dropped_proposals", "reason").items() if n},
+        dropped=int(sums.total("dropped_proposals")),
         fallbacks=int(sums.total("fallbacks")),
         cut=int(sums.total("cut_tokens")),
         deaths=int(sums.total("draft_deaths")),
@@ -211,9 +211,7 @@ def _look_at(sums: _Sums, draft: str) -> DraftGlance:
         drafts=int(drafts),
         acceptance_rate=_ratio(accepted, drafted),
         mean_acceptance_length=_length(accepted, drafts),
-        acceptance_by_position=tuple(
-            accepted_at.get(position, 0) / drafts for position in positions
-        ),
+        acceptance_by_position=by_position,
         replicas=int(sums.total("draft_replicas", draft=draft)),
         living=int(sums.total("draft_replicas_living", draft=draft)),
     )

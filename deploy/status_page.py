@@ -32,6 +32,7 @@ def render_status(model: str, total: Glance, recent: Glance | None) -> str:
         waste=figures.WASTE,
         trouble=figures.TROUBLE,
         now=figures.LOAD,
+        nothing=figures.NOTHING,
     )
 
 
@@ -53,6 +54,6 @@ def _environment() -> Environment:
         "trouble": status_template.TROUBLE,
     }
     environment = Environment(autoescape=True, undefined=StrictUndefined, loader=DictLoader(pages))
-    filters = (figures.percent, figures.decimal, figures.window, figures.members)
+    filters = (figures.percent, figures.decimal, figures.window, figures.about)
     environment.filters.update({say.__name__: say for say in filters})
     return environment

@@ -9,14 +9,15 @@ STYLE = """
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 68rem; padding: 1rem; background: var(--ground);
-  color: var(--ink); font: 1rem/1.45 system-ui, sans-serif; overflow-wrap: anywhere;
+  color: var(--ink); font: 1rem/1.45 system-ui, sans-serif;
   font-variant-numeric: tabular-nums; }
 header { display: flex; flex-wrap: wrap; gap: 0 1rem; align-items: baseline;
   justify-content: space-between; }
+h1, p, caption, tbody th { overflow-wrap: anywhere; }
 h1 { margin: 0; font-size: 1.1rem; }
 h2 { margin: 0 0 .5rem; font-size: 1rem; }
 p { margin: 0; }
-.quiet, th, caption { color: var(--quiet); font-weight: 400; }
+.quiet, th { color: var(--quiet); font-weight: 400; }
 .hero { margin: 1rem 0; padding: 1.25rem; background: var(--panel); border-radius: .75rem; }
 .rate { font-size: clamp(3.5rem, 16vw, 7rem); font-weight: 700; line-height: 1.1;
   letter-spacing: -.03em; }
@@ -35,14 +36,26 @@ p { margin: 0; }
 .tiles dd { margin: 0; }
 .tiles .figure { font-size: 2rem; font-weight: 650; line-height: 1.2; }
 table { width: 100%; border-collapse: collapse; }
-caption { text-align: left; padding: .3rem 0; }
+caption { padding: .6rem 0 .2rem; color: var(--ink); text-align: left; }
+td, thead th { white-space: nowrap; }
 th, td { padding: .3rem 0 .3rem .75rem; text-align: right; vertical-align: baseline; }
 th:first-child { padding-left: 0; text-align: left; }
 tr + tr > *, thead + tbody > tr:first-child > * { border-top: 1px solid var(--line); }
 tbody th { color: var(--ink); }
-td.chart { width: 40%; vertical-align: middle; }
+td.chart { width: 45%; }
+td.chart + td { width: 5rem; }
+.charts :is(th, td) { vertical-align: middle; }
+th .quiet { display: block; font-size: .875rem; }
 footer { color: var(--quiet); font-size: .875rem; }
 a { color: inherit; }
+@media (max-width: 30rem) {
+  .tiles { gap: .5rem; }
+  .tiles > div { display: flex; flex-wrap: wrap; align-items: baseline; padding: .5rem 1rem;
+    justify-content: space-between; }
+  .tiles .figure { margin-left: auto; font-size: 1.5rem; }
+  .tiles .quiet { width: 100%; text-align: right; }
+  td.chart { width: 30%; }
+}
 """
 
 LAYOUT = """
@@ -109,7 +122,8 @@ PAGE = """
 <dl class="tiles">
 {%- for name, say in tiles %}
 <div><dt>{{ name }}</dt><dd class="figure">{{ say(shown) }}</dd>
-{%- if shown is not sameas total %}<dd class="quiet">{{ say(total) }} since start</dd>{% endif %}
+{%- if shown is not sameas total and say(total) != nothing %}
+<dd class="quiet">{{ say(total) }} since start</dd>{% endif %}
 </div>
 {%- endfor %}
 </dl>
@@ -117,17 +131,13 @@ PAGE = """
 <section>
 <h2>Acceptance by draft</h2>
 {% if shown.drafts -%}
-<table>
-<caption>Accepted of drafted tokens, {{ shown | window }}</caption>
-<thead><tr><th scope="col">draft</th><td></td><th scope="col">rate</th>
-<th scope="col">length</th><th scope="col">living</th></tr></thead>
+<p class="quiet">Accepted of the drafted tokens, {{ shown | window }}</p>
+<table class="charts">
 <tbody>
 {%- for draft in shown.drafts %}
-<tr><th scope="row">{{ draft.name }}</th>
+<tr><th scope="row">{{ draft.name }} <span class="quiet">{{ draft | about }}</span></th>
 <td class="chart">{{ bar(draft.acceptance_rate or 0) }}</td>
-<td>{{ draft.acceptance_rate | percent }}</td>
-<td>{{ draft.mean_acceptance_length | decimal }}</td>
-<td>{{ draft | members }}</td></tr>
+<td>{{ draft.acceptance_rate | percent }}</td></tr>
 {%- endfor %}
 </tbody>
 </table>
@@ -137,9 +147,10 @@ PAGE = """
 </section>
 <section>
 <h2>Acceptance by position</h2>
+<p class="quiet">Blocks whose token at that position was accepted, {{ shown | window }}</p>
 {%- for draft in shown.drafts if draft.acceptance_by_position %}
-<table>
-<caption>{{ draft.name }}: blocks whose token there was accepted, {{ shown | window }}</caption>
+<table class="charts">
+<caption>{{ draft.name }}</caption>
 <tbody>
 {%- for share in draft.acceptance_by_position %}
 <tr><th scope="row">token {{ loop.index }}</th>

@@ -23,7 +23,7 @@ from outrider.deploy.transports import check_status
 
 TIMEOUT_S = 10.0
 
-_BAR = 24  # columns
+_NAME, _FIGURE, _BAR = 29, 11, 16  # columns
 
 
 class Watch:
@@ -89,7 +89,14 @@ class Frame:
 
     def __rich__(self) -> RenderableType:
         return Group(
-            self._head(), Text(), self._figures(), Text(), self._drafts(), self._positions()
+            self._head(),
+            Text(),
+            self._figures(*figures.SPECULATION, *figures.SPEED),
+            Text(),
+            self._drafts(),
+            Text(),
+            self._figures(*figures.WASTE, *figures.TROUBLE),
+            self._load(),
         )
 
     def _head(self) -> Text:
@@ -106,41 +113,32 @@ class Frame:
             (f"{self._model}\n", "bold"), (rate, "bold green"), (f"   {load}", "dim")
         )
 
-    def _figures(self) -> Table:
+    def _figures(self, *rows: figures.Figure) -> Table:
         table = _table()
-        table.add_column()
+        table.add_column(min_width=_NAME)
         for glance in self._glances:
-            table.add_column(figures.window(glance), justify="right")
-        for rows in (figures.SPECULATION, figures.SPEED, figures.WASTE, figures.TROUBLE):
-            for name, say in rows:
-                table.add_row(name, *(say(glance) for glance in self._glances))
-        for name, say in figures.LOAD[2:]:
-            table.add_row(name, *[""] * (len(self._glances) - 1), say(self._total))
+            table.add_column(figures.window(glance), justify="right", min_width=_FIGURE)
+        for name, say in rows:
+            table.add_row(name, *(say(glance) for glance in self._glances))
         return table
 
     def _drafts(self) -> Table:
+        """Acceptance by draft, and under each by position."""
         table = _table()
-        table.add_column("draft")
-        table.add_column(f"accepted, {figures.window(self._shown)}")
-        for name in ("rate", "length", "living"):
-            table.add_column(name, justify="right")
+        table.add_column("accepted", min_width=_NAME)
+        table.add_column(figures.window(self._shown), justify="right", min_width=_FIGURE)
+        table.add_column()
+        table.add_column(no_wrap=True)
         for draft in self._shown.drafts:
-            table.add_row(
-                Text(_printable(draft.name)),
-                _bar(draft.acceptance_rate),
-                figures.percent(draft.acceptance_rate),
-                figures.decimal(draft.mean_acceptance_length),
-                figures.members(draft),
-            )
+            name = Text(_printable(draft.name), "bold")
+            rate = draft.acceptance_rate
+            table.add_row(name, figures.percent(rate), _bar(rate), figures.living(draft))
+            for position, share in enumerate(draft.acceptance_by_position, 1):
+                table.add_row(f"  token {position}", figures.percent(share), _bar(share))
         return table
 
-    def _positions(self) -> Table:
-        table = _table()
-        for draft in self._shown.drafts:
-            for position, share in enumerate(draft.acceptance_by_position, 1):
-                name = Text(f"{_printable(draft.name)} token {position}")
-                table.add_row(name, _bar(share), figures.percent(share))
-        return table
+    def _load(self) -> Text:
+        return Text(", ".join(f"{name} {say(self._total)}" for name, say in figures.LOAD[2:]))
 
 
 def print_once(server: Watch, interval_s: float, console: Console) -> None:
@@ -185,7 +183,14 @@ def _table() -> Table:
 
 
 def _bar(share: float | None) -> RenderableType:
-    return ProgressBar(total=1, completed=share or 0, width=_BAR, style="dim")
+    return ProgressBar(
+        total=1,
+        completed=share or 0,
+        width=_BAR,
+        style="dim",
+        complete_style="green",
+        finished_style="green",
+    )
 
 
 def _printable(name: str) -> str:
