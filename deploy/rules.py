@@ -93,7 +93,7 @@ def _alerts(ask: Queries) -> list[Alert]:
             "15m",
             "warning",
             f"Draft {draft} slows its target down",
-            "A second of its drafting saves {{ $value | humanize }} s of plain decoding.",
+            'A second of its drafting saves {{ $value | printf "%.2f" }} s of plain decoding.',
         ),
         Alert(
             "OutriderDraftsGone",
