@@ -7,6 +7,7 @@ and that the loss of the target costs a rebuild: running streams go on from thei
 """
 
 import asyncio
+import copy
 import functools
 import logging
 import os
@@ -22,11 +23,12 @@ from ray.exceptions import RayTaskError
 from outrider.actors.draft import DraftWorker
 from outrider.actors.drafting import Draft, LookupDraft, PooledDraft
 from outrider.actors.intake import Intake
+from outrider.actors.latencies import Latencies
 from outrider.actors.messages import LoadReport, Outcomes
 from outrider.actors.requests import Delta, GenerateRequest, ModelCard
 from outrider.actors.scheduler import Batch, Plan, Scheduler
 from outrider.actors.sequence import Sequence
-from outrider.actors.stats import DraftStats, Stats
+from outrider.actors.stats import DraftStats, Levels, Sink, Snapshot, Stats
 from outrider.actors.target import TargetWorker
 from outrider.actors.text import Detokenize
 from outrider.actors.vocabulary import load_tokenizer
@@ -47,8 +49,10 @@ logger = logging.getLogger(__name__)
 _REBUILD_ATTEMPTS = 3
 _MOST_LOSSES = 2  # of the target, in passes with the same sequence
 _WATCH_S = 2.0
+_WRITE_S = 1.0  # between two snapshots for the sinks
 
 MakeDecode = Callable[[Settings], Detokenize]
+MakeSinks = Callable[[Settings], list[Sink]]
 
 
 def decode_with_tokenizer(settings: Settings) -> Detokenize:
@@ -60,6 +64,11 @@ def decode_with_tokenizer(settings: Settings) -> Detokenize:
         decode: Detokenize = tokenizer.backend_tokenizer.decode
         return decode
     return functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
+
+
+def no_sinks(_: Settings) -> list[Sink]:
+    """The counts stay where they are."""
+    return []
 
 
 @dataclass
@@ -83,6 +92,7 @@ class Coordinator:
         target_class: type = TargetWorker,
         draft_class: type = DraftWorker,
         make_decode: MakeDecode = decode_with_tokenizer,
+        make_sinks: MakeSinks = no_sinks,
     ) -> None:
         # A GPU that Ray did not give to this process must not be touched by it (Ray >= 2.56 shows
         # all GPUs to actors that asked for none).
@@ -92,6 +102,8 @@ class Coordinator:
         self._draft_class = draft_class
         self._make_decode = make_decode
         self.stats = Stats(drafts={draft.name: DraftStats() for draft in settings.drafts})
+        self._latencies = Latencies(self.stats)
+        self._sinks = make_sinks(settings)
         target = settings.target
         self._target = TargetGroup(
             lambda rank: make_actor(
@@ -113,8 +125,8 @@ class Coordinator:
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
         self._is_ready = False  # the target is loaded and not known to be lost
-        self._num_rebuilds = 0
         self._created = int(time.time())
 
     async def start(self) -> None:
@@ -138,6 +150,8 @@ class Coordinator:
         self._intake = Intake(self._report, decode, self._settings.seed)
         self._is_ready = True
         self._watch = asyncio.create_task(self._watch_target())
+        if self._sinks:
+            self._writer = asyncio.create_task(self._write())
         self._loop = asyncio.create_task(self._run())
         self._loop.add_done_callback(self._on_loop_end)
 
@@ -155,6 +169,7 @@ class Coordinator:
         for sequence in sequences:
             self._alive[sequence.id] = sequence
             self._streams[sequence.id] = stream
+        self._latencies.arrive([s.id for s in sequences], time.monotonic())
         self.stats.prompt_tokens += sum(map(len, request.prompts))
         self._work.set()
         num_open = len(sequences)
@@ -206,12 +221,28 @@ class Coordinator:
         return self._settings
 
     async def snapshot(self) -> Stats:
-        """The counters now."""
-        return self.stats
+        """A copy of the counters now."""
+        return copy.deepcopy(self.stats)
+
+    async def measure(self) -> Snapshot:
+        """The counters now, and what is held. UnavailableError once there is nothing to tell."""
+        self._check_running()
+        scheduler = self.scheduler
+        num_rows = scheduler.num_running + scheduler.num_free_rows
+        levels = Levels(
+            waiting=scheduler.num_waiting,
+            max_waiting=self._settings.target.max_queued,
+            running=scheduler.num_running,
+            rows=num_rows,
+            cached_tokens=scheduler.num_cached_tokens,
+            cache_tokens=num_rows * self._report.max_model_len,
+            pools={draft.name: draft.pool for draft in self._drafts},
+        )
+        return Snapshot(await self.snapshot(), levels)
 
     def shutdown(self) -> None:
         """End the loop and every worker."""
-        for task in (self._watch, self._loop):
+        for task in (self._watch, self._writer, self._loop):
             if task is not None:
                 task.cancel()
         for draft in self._drafts:
@@ -227,12 +258,17 @@ class Coordinator:
             if not self.scheduler.has_work:
                 self._work.clear()
                 continue
+            begin = time.monotonic()
             plan = self.scheduler.plan()
+            self._latencies.admit([s.id for s in plan.admitted], begin)
             await self._propose(plan)
             batch = self.scheduler.batch(plan)
+            proposed = time.monotonic()
             outcomes = await self._verify(batch)
             if outcomes is not None:
                 self._publish(self.scheduler.commit(batch, outcomes))
+                self.stats.draft_wait_seconds += proposed - begin
+                self.stats.round_seconds += time.monotonic() - begin
 
     async def _propose(self, plan: Plan) -> None:
         """Ask the drafts in their order; each only for the sequences still without a proposal."""
@@ -249,9 +285,11 @@ class Coordinator:
             outcomes: Outcomes = await self._target.call("verify", batch.rows)
             return outcomes
         except WorkerLostError as error:
+            self.scheduler.abandon(batch)
             logger.warning("%s; it is rebuilt, running streams go on", error)
             self._fail_repeated(batch.sequences, error)
         except RayTaskError as error:
+            self.scheduler.abandon(batch)
             # The pass itself failed: its sequences end, else they would fail again for ever.
             logger.exception("a pass failed; its %d sequences end", len(batch.sequences))
             self._fail(batch.sequences, UnavailableError(f"the target failed: {error.cause!r}"))
@@ -271,19 +309,32 @@ class Coordinator:
         """Notice the loss of a target that nobody uses."""
         while True:
             await asyncio.sleep(_WATCH_S)
-            before = self._num_rebuilds
+            before = self.stats.rebuilds
             try:
                 if self._is_ready:
                     await self._target.call("ping")
             except (WorkerLostError, RayTaskError) as error:
-                if self._is_ready and before == self._num_rebuilds:
+                if self._is_ready and before == self.stats.rebuilds:
                     logger.warning("%s; it is rebuilt", error)
                     self._is_ready = False
                     self._work.set()
 
+    async def _write(self) -> None:
+        """Hand the counts to the sinks now and then; what goes wrong there stays there."""
+        told = ""
+        while True:
+            await asyncio.sleep(_WRITE_S)
+            try:
+                snapshot = await self.measure()
+                for sink in self._sinks:
+                    await asyncio.to_thread(sink.write, snapshot)
+            except Exception as error:
+                if told != (told := repr(error)):
+                    logger.warning("metrics were not written, serving goes on: %s", told)
+
     async def _rebuild(self) -> None:
         """Make the target anew; every running sequence is prefilled again by the next rounds."""
-        self._num_rebuilds += 1
+        self.stats.rebuilds += 1
         self.scheduler.forget_cache()
         self._target.kill()
         for attempt in range(1, _REBUILD_ATTEMPTS + 1):
@@ -298,6 +349,7 @@ class Coordinator:
 
     def _publish(self, deltas: Iterable[tuple[Sequence, Delta]]) -> None:
         """Hand each stream its deltas of this round in one item; forget the finished."""
+        now = time.monotonic()
         items: dict[int, list[Delta]] = defaultdict(list)
         streams: dict[int, _Stream] = {}
         finished = []
@@ -305,7 +357,9 @@ class Coordinator:
             stream = self._streams[sequence.id]
             streams[id(stream)] = stream
             items[id(stream)].append(delta)
-            if delta.finish_reason is not None:
+            is_last = delta.finish_reason is not None
+            self._latencies.emit(sequence.id, len(delta.ids), now, is_last=is_last)
+            if is_last:
                 finished.append(sequence)
         for key, stream in streams.items():
             stream.items.put_nowait(items[key])
@@ -324,6 +378,7 @@ class Coordinator:
         """Free everything that belongs to sequences, wherever it is."""
         ids = [sequence.id for sequence in sequences]
         self.scheduler.remove(ids)
+        self._latencies.forget(ids)
         for id_ in ids:
             self._alive.pop(id_, None)
             self._streams.pop(id_, None)

@@ -21,7 +21,7 @@ from outrider.actors.method_choice import MethodChoice
 from outrider.actors.pace import Pace
 from outrider.actors.pairing import PairReport, has_same_vocabulary
 from outrider.actors.sequence import Proposal, Sequence
-from outrider.actors.stats import DraftStats
+from outrider.actors.stats import DraftStats, Pool
 from outrider.cluster.config import DraftModelSpec, PromptLookupSpec, TimeoutsSpec
 from outrider.cluster.errors import ConfigError, WorkerLostError
 from outrider.cluster.pool import DraftPool, PoolMember
@@ -34,6 +34,10 @@ class Draft(Protocol):
 
     name: str
     num_speculative_tokens: int
+
+    @property
+    def pool(self) -> Pool:
+        """Its replicas."""
 
     async def start(self) -> None:
         """Load whatever it needs."""
@@ -62,6 +66,8 @@ class LookupDraft:
         self.num_speculative_tokens = spec.num_speculative_tokens
         self._stats = stats
         self._lookup = PromptLookup(spec.prompt_lookup_min, spec.prompt_lookup_max)
+        self.pool = Pool()  # it lives as long as the coordinator
+        stats.expect(("prompt_lookup",), self.num_speculative_tokens)
 
     async def start(self) -> None:
         """Nothing to load."""
@@ -76,8 +82,10 @@ class LookupDraft:
             length = sequence.draft_length(self.num_speculative_tokens)
             ids = self._lookup.propose(sequence.id, sequence.committed, length)
             if ids:
-                sequence.proposal = Proposal(self.name, len(sequence.committed), ids)
-        self._stats.spend("same", time.perf_counter() - begin)
+                base = len(sequence.committed)
+                sequence.proposal = Proposal(self.name, base, ids, method="prompt_lookup")
+                self._stats.proposals += 1
+        self._stats.spend("prompt_lookup", time.perf_counter() - begin)
 
     def forget(self, sequences: list[int]) -> None:
         """Drop the sequences' n-grams."""
@@ -113,13 +121,21 @@ class PooledDraft:
             load_timeout_s=timeouts.load_s,
             silence_s=timeouts.draft_s,
             on_lost=self._on_lost,
+            on_dead=self._on_dead,
         )
         self._with_law = with_law
         self._ledgers: list[Ledger] = []  # from `pair` on
         self._paces = [Pace(timeouts.draft_s) for _ in self._pool.members]
         self._calls: list[asyncio.Task[None] | None] = [None for _ in self._pool.members]
+        self._late: set[int] = set()  # members whose call outlasted its round's patience
         self._home: dict[int, int] = {}  # sequence -> member
         self._frees: set[asyncio.Task[None]] = set()
+
+    @property
+    def pool(self) -> Pool:
+        """Its actors."""
+        members = self._pool.members
+        return Pool(len(members), sum(member.is_living for member in members))
 
     async def start(self) -> None:
         """Load every actor."""
@@ -131,6 +147,7 @@ class PooledDraft:
         if not has_same_vocabulary(target, self._report):
             methods = await self._translate(target)
         self._choice = MethodChoice(methods)
+        self._stats.expect(methods, self.num_speculative_tokens)
         self._ledgers = [
             Ledger(
                 self.name,
@@ -167,7 +184,7 @@ class PooledDraft:
             work = sum(map(len, contexts.ids)) + sum(contexts.num_tokens)
             call = asyncio.create_task(self._call(index, contexts, work, alive))
             self._calls[index] = call
-            waits.append(self._wait(call, self._paces[index].deadline_s(work), group))
+            waits.append(self._wait(index, call, self._paces[index].deadline_s(work), group))
         await asyncio.gather(*waits)
 
     def forget(self, sequences: list[int]) -> None:
@@ -220,21 +237,30 @@ class PooledDraft:
             proposals: Proposals = await self._pool.members[index].call("propose", contexts)
             self._paces[index].record(work, time.monotonic() - begin)
             self._ledgers[index].receive(proposals, alive)
+            if index in self._late:
+                self._stats.late += sum(map(bool, proposals.ids))
         except WorkerLostError:
             self._stats.fallbacks["lost"] += len(contexts.sequence)
         finally:
             self._calls[index] = None
+            self._late.discard(index)
 
-    async def _wait(self, call: asyncio.Task[None], limit_s: float, group: list[Sequence]) -> None:
+    async def _wait(
+        self, index: int, call: asyncio.Task[None], limit_s: float, group: list[Sequence]
+    ) -> None:
         done, _ = await asyncio.wait({call}, timeout=limit_s)
         if not done:
+            self._late.add(index)
             self._stats.fallbacks["deadline"] += len(group)
 
     async def _free(self, member: PoolMember, sequences: list[int]) -> None:
         with contextlib.suppress(WorkerLostError):  # then the copies died with the actor
             await member.call("free", sequences)
 
-    def _on_lost(self, index: int) -> None:
+    def _on_dead(self, index: int) -> None:
         self._stats.deaths += 1
+
+    def _on_lost(self, index: int) -> None:
+        self._stats.quarantines += 1
         if self._ledgers:
             self._ledgers[index].begin_epoch()

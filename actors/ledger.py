@@ -68,6 +68,7 @@ class Ledger:
             proposals.law,
             strict=True,
         ):
+            self._stats.proposals += bool(ids)
             sequence = alive.get(id)
             if epoch != self.epoch:
                 self._drop("epoch", ids)

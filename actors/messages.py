@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from outrider.actors.vocabulary import Vocabulary
 
 
-# Drafts have the target's vocabulary, or another, of which ids or text are translated.
-Method = Literal["same", "string", "token"]
+# Drafts have the target's vocabulary, or another, of which ids or text are translated; or no model.
+Method = Literal["same", "string", "token", "prompt_lookup"]
 
 
 class Shaping(NamedTuple):

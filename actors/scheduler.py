@@ -24,6 +24,7 @@ class Plan:
 
     sequences: list[Sequence]
     num_ids: list[int]
+    admitted: list[Sequence]  # those that got their row just now
 
     @property
     def decoding(self) -> list[Sequence]:
@@ -70,6 +71,11 @@ class Scheduler:
         return len(self._free_rows)
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Committed ids that the rows hold."""
+        return sum(sequence.num_cached for sequence in self._running.values())
+
+    @property
     def has_work(self) -> bool:
         """Whether a round would do anything."""
         return bool(self._running or self._waiting)
@@ -89,6 +95,7 @@ class Scheduler:
         self.check_size(len(sequences))
         waiting = len(self._waiting) + len(sequences) - len(self._free_rows)
         if waiting > self._max_queued:
+            self._stats.rejected += len(sequences)
             raise OverloadedError(
                 f"{len(self._running)} sequences run and {len(self._waiting)} wait; "
                 f"{len(sequences)} more exceed max_queued {self._max_queued}: try again later"
@@ -100,13 +107,18 @@ class Scheduler:
         gone = set(ids)
         for id in gone & self._running.keys():
             self._release(self._running[id])
-        if any(s.id in gone for s in self._waiting):
+        waiting = [s for s in self._waiting if s.id in gone]
+        for sequence in waiting:
+            self._let_go(sequence)
+        if waiting:
             self._waiting = deque(s for s in self._waiting if s.id not in gone)
 
     def plan(self) -> Plan:
         """Admit what fits, then give every decoding row its token and prompts what is left."""
+        admitted = []
         while self._waiting and self._free_rows:
             sequence = self._waiting.popleft()
+            admitted.append(sequence)
             sequence.row = heapq.heappop(self._free_rows)
             self._running[sequence.id] = sequence
         sequences = list(self._running.values())
@@ -123,7 +135,7 @@ class Scheduler:
                 budget -= chunk
             planned.append(sequence)
             num_ids.append(chunk)
-        return Plan(planned, num_ids)
+        return Plan(planned, num_ids, admitted)
 
     def wanting(self, plan: Plan, configured: int) -> list[Sequence]:
         """Decoding sequences of the plan without a usable proposal that have room for one."""
@@ -164,12 +176,12 @@ class Scheduler:
     def commit(self, batch: Batch, outcomes: Outcomes) -> list[tuple[Sequence, Delta]]:
         """Commit every outcome; the rows of finished sequences are free afterwards."""
         stats = self._stats
-        stats.rounds += 1
-        stats.verify_seconds += outcomes.seconds
+        self._count_round(batch.rows, outcomes.seconds)
         deltas = []
         for i, (sequence, block) in enumerate(zip(batch.sequences, batch.blocks, strict=True)):
             if sequence.id not in self._running:
-                continue  # given up while the pass ran
+                self._drop(block.draft, "ended")  # given up while the pass ran
+                continue
             if not batch.rows.decides[i]:
                 sequence.num_cached += len(batch.rows.ids[i])
                 continue
@@ -177,12 +189,19 @@ class Scheduler:
             if block.draft is not None:
                 stats.drafts[block.draft].record(block.method, len(block.ids), accepted)
             delta = sequence.commit(block, accepted, outcomes.next_id[i], outcomes.logprobs[i])
-            stats.emitted_tokens += len(delta.ids)
+            stats.record(len(block.ids), accepted, len(delta.ids))
             if delta.finish_reason is not None:
                 stats.finished[delta.finish_reason] += 1
+                stats.prompt_length.observe(sequence.num_prompt_ids)
+                stats.output_length.observe(sequence.position)
                 self._release(sequence)
             deltas.append((sequence, delta))
         return deltas
+
+    def abandon(self, batch: Batch) -> None:
+        """The pass gave no outcomes: what it would have verified is drafted anew."""
+        for block in batch.blocks:
+            self._drop(block.draft, "pass_lost")
 
     def forget_cache(self) -> None:
         """The target lost its cache: run the committed ids of every sequence again."""
@@ -190,13 +209,37 @@ class Scheduler:
             sequence.num_cached = 0
 
     def _salvage(self, sequence: Sequence) -> None:
-        draft = sequence.proposal.draft if sequence.proposal else ""
+        held = sequence.proposal
+        if held is None:
+            return
         dropped = sequence.salvage()
         if dropped is not None:
-            self._stats.drafts[draft].dropped[dropped] += 1
+            self._drop(held.draft, dropped)
+        elif held.base < len(sequence.committed):
+            self._stats.drafts[held.draft].salvaged += 1
+
+    def _let_go(self, sequence: Sequence) -> None:
+        """A sequence ends: so does the proposal that it holds."""
+        if sequence.proposal is not None:
+            self._drop(sequence.proposal.draft, "ended")
+            sequence.proposal = None
+
+    def _drop(self, draft: str | None, reason: str) -> None:
+        if draft is not None:
+            self._stats.drafts[draft].dropped[reason] += 1
+
+    def _count_round(self, rows: Rows, seconds: float) -> None:
+        stats = self._stats
+        stats.rounds += 1
+        stats.rows += len(rows.row)
+        stats.verify_seconds += seconds
+        if all(rows.decides) and not any(rows.num_drafted):
+            stats.plain_rounds += 1
+            stats.plain_verify_seconds += seconds
 
     def _release(self, sequence: Sequence) -> None:
         del self._running[sequence.id]
+        self._let_go(sequence)
         if sequence.row is not None:
             heapq.heappush(self._free_rows, sequence.row)
             sequence.row = None

@@ -145,11 +145,20 @@ class DecodingSpec(_Frozen):
 
 
 class MetricsSpec(_Frozen):
-    """Where the coordinator's counters are served in Prometheus format."""
+    """Where the coordinator's counters are shown, beside `/metrics` of the API."""
 
+    ray: bool = Field(
+        default=True, description="hand them to Ray's own metrics, which its agents serve"
+    )
+    vllm_names: bool = Field(
+        default=False, description="show those that vLLM has under its names too"
+    )
     host: str = "127.0.0.1"
     port: int | None = Field(
-        default=None, ge=0, le=65535, description="null = off; 0 = any free port"
+        default=None,
+        ge=0,
+        le=65535,
+        description="serve them there in Prometheus format; null = off; 0 = any free port",
     )
 
 

@@ -101,6 +101,7 @@ class PoolMember:
             self.is_living = True
             logger.info("%s %d is back", self._pool.name, self.index)
             return
+        self._pool.on_dead(self.index)
         pause_s = 1.0
         while True:
             if self._handle is not None:
@@ -143,12 +144,14 @@ class DraftPool:
         load_timeout_s: float,
         silence_s: float,
         on_lost: Callable[[int], None],
+        on_dead: Callable[[int], None],
     ) -> None:
         self.name = name
         self.make = make
         self.load_timeout_s = load_timeout_s
         self.silence_s = silence_s
-        self.on_lost = on_lost  # told the index of a member that was lost
+        self.on_lost = on_lost  # told the index of a member that left the pool
+        self.on_dead = on_dead  # told it again if its actor is given up, and another made
         self.load_args: tuple[Any, ...] = ()  # for `load` of members that are made from now on
         self.members = [PoolMember(self, index) for index in range(size)]
 

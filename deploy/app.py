@@ -4,18 +4,22 @@ Both ask Ray for no CPU: the workers, which the coordinator makes, need them. Th
 into the placement group of the coordinator's replica, so that Serve owns and frees it.
 """
 
+import asyncio
 from typing import Any
 
 from ray import serve
 from ray.serve import Application
 
 from outrider.actors.coordinator import Coordinator
+from outrider.actors.stats import Snapshot
 from outrider.cluster.config import Settings
 from outrider.cluster.placement import target_bundles
 from outrider.deploy.ingress import make_ingress
-from outrider.deploy.metrics import Gauge, MetricsServer, serve_metrics
+from outrider.deploy.metrics import MetricsServer, serve_metrics
+from outrider.deploy.ray_metrics import make_sinks
 
 _ALL = 100_000  # admission is the scheduler's: Serve must not hold requests back before it
+_SCRAPE_S = 5.0  # a loop that is busy for longer fails the scrape
 
 
 class ServedCoordinator(Coordinator):
@@ -24,18 +28,15 @@ class ServedCoordinator(Coordinator):
     _metrics: MetricsServer | None = None
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
-        super().__init__(settings)
+        super().__init__(settings, make_sinks=make_sinks)
         await self.start()
-        scheduler = self.scheduler
-        gauges = {
-            "num_requests_running": Gauge(
-                "Sequences that hold a row of the KV cache.", lambda: scheduler.num_running
-            ),
-            "num_requests_waiting": Gauge(
-                "Sequences that wait for a row.", lambda: scheduler.num_waiting
-            ),
-        }
-        self._metrics = serve_metrics(settings, self.stats, gauges)
+        loop = asyncio.get_running_loop()
+
+        def read() -> Snapshot:
+            # On the loop no count is half done.
+            return asyncio.run_coroutine_threadsafe(self.measure(), loop).result(_SCRAPE_S)
+
+        self._metrics = serve_metrics(settings, read)
 
     def __del__(self) -> None:
         """End the workers when Serve stops the replica in good order."""

@@ -25,9 +25,10 @@ from rich.table import Table
 from outrider.actors.coordinator import Coordinator
 from outrider.actors.requests import Delta, GenerateRequest
 from outrider.actors.stats import Stats
-from outrider.cluster.config import DraftModelSpec, Settings, TargetSpec
+from outrider.cluster.config import DraftModelSpec, MetricsSpec, Settings, TargetSpec
 from outrider.cluster.remote import make_actor
 from outrider.deploy._simulated import Latency, Simulation, worker_classes
+from outrider.deploy.ray_metrics import make_sinks
 
 # Llama-3-70B on four A100 (GEMM and norm time by tokens, from Vidur's published profiles).
 _TARGET_MS = "1:24.9,8:25.8,32:26.2,64:26.9,96:31.8,128:33.5,192:45.2,256:51.0,512:89.9"
@@ -73,6 +74,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--streams", action="store_true", help="one request per sequence instead of one for all"
     )
+    parser.add_argument(
+        "--metrics",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="hand the counts to Ray's metrics, as a server does",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures there too")
 
 
@@ -103,10 +110,11 @@ async def _measure(
     coordinator = make_actor(
         Coordinator,
         {"num_cpus": 0},
-        _settings(sequences, gamma),
+        _settings(sequences, gamma, options.metrics),
         target_class=target_class,
         draft_class=draft_class,
         make_decode=_no_text,
+        make_sinks=make_sinks,
     )
     await coordinator.start.remote()
     await _serve(coordinator, sequences, 4 * (gamma + 1), options.streams)  # warm-up
@@ -144,10 +152,11 @@ async def _serve(coordinator: Any, sequences: int, tokens: int, streams: bool) -
     await asyncio.gather(*(consume(share) for share in shares))
 
 
-def _settings(sequences: int, gamma: int) -> Settings:
+def _settings(sequences: int, gamma: int, metrics: bool) -> Settings:
     return Settings(
         model_name="simulated",
         target=TargetSpec(model="simulated", num_cpus=0, max_num_seqs=sequences),
+        metrics=MetricsSpec(ray=metrics),
         drafts=(
             DraftModelSpec(
                 name="simulated",

@@ -1,4 +1,4 @@
-"""Command line: `outrider serve`, `outrider check`, `outrider bench`.
+"""Command line: `outrider serve`, `outrider check`, `outrider bench`, `outrider dashboard`.
 
 Exit codes: 0 done, 1 it did not work, 2 the command or the file is wrong, 130 interrupted. What
 went wrong is one sentence on stderr. Heavy packages are imported only by the command that needs
@@ -72,6 +72,13 @@ def _parser(arguments: Sequence[str], build: "Build | None") -> argparse.Argumen
     check = commands.add_parser("check", help="validate a file and show what it would start")
     check.add_argument("file", metavar="FILE")
     check.set_defaults(run=_check)
+
+    purpose = "write the Grafana dashboard, or Prometheus' rules"
+    dashboard = commands.add_parser("dashboard", help=purpose, description=purpose)
+    if list(arguments[:1]) == ["dashboard"]:
+        module = importlib.import_module("outrider.deploy.dashboard")
+        module.add_arguments(dashboard)
+        dashboard.set_defaults(run=module.run)
 
     bench = commands.add_parser("bench", help="measure")
     kinds = bench.add_subparsers(required=True, metavar="KIND")

@@ -18,11 +18,13 @@ from ray import serve
 from starlette.types import ASGIApp
 
 from outrider.actors.requests import Delta, GenerateRequest, ModelCard
+from outrider.actors.stats import Snapshot
 from outrider.cluster.config import Settings
 from outrider.cluster.errors import RequestError, UnavailableError
 from outrider.cluster.logs import log_to_terminal, reporter
 from outrider.deploy.answers import Answer, Kind
 from outrider.deploy.failures import UnknownModelError, to_outrider_error, unwrap
+from outrider.deploy.metrics import render
 from outrider.deploy.routes import build_routes
 from outrider.deploy.schema import (
     ChatBody,
@@ -64,6 +66,7 @@ class Ingress:
         self, settings: Settings, coordinator: Any, tokenizer: Tokenizer | None = None
     ) -> None:
         self.model_name = settings.model_name
+        self._settings = settings
         self._coordinator = coordinator
         self._streaming = coordinator.options(stream=True)
         self._tokens = Tokens(tokenizer or _load_tokenizer(settings))
@@ -121,6 +124,11 @@ class Ingress:
         Not named `check_health`: Serve would restart the ingress for the coordinator's illness.
         """
         await self._ask(self._coordinator.check_ready.remote(), "not ready")
+
+    async def metrics(self) -> bytes:
+        """The coordinator's counts in Prometheus' text format, whichever ingress is asked."""
+        snapshot: Snapshot = await self._ask(self._coordinator.measure.remote(), "not ready")
+        return render(self._settings, snapshot)
 
     async def _describe(self) -> ModelCard:
         if self._card is None:

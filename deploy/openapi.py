@@ -45,6 +45,7 @@ def describe_api() -> dict[str, Any]:
             "/v1/chat/completions": {"post": _generation("Answer a conversation", ChatBody)},
             "/v1/models": {"get": _operation("List the models: one")},
             "/v1/models/{name}": {"get": _operation("Describe a model") | {"parameters": [name]}},
+            "/metrics": {"get": _operation("Counts for Prometheus", "text/plain")},
             "/health": {"get": _operation("Whether everything is loaded")},
         },
         "components": {"schemas": {**models["$defs"], "Error": _ERROR}},

@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from outrider.cluster.errors import RequestError
 from outrider.deploy.answers import Kind
 from outrider.deploy.failures import Failure, describe_failure
+from outrider.deploy.metrics import TEXT_FORMAT
 from outrider.deploy.openapi import describe_api
 
 REQUEST_ID = "x-request-id"
@@ -51,6 +52,8 @@ class Answers(Protocol):
     def check_model(self, name: str | None) -> None: ...
 
     async def check_ready(self) -> None: ...
+
+    async def metrics(self) -> bytes: ...
 
 
 def build_routes(answers: Answers, *, echo_request_id: bool = True) -> FastAPI:
@@ -97,6 +100,13 @@ def build_routes(answers: Answers, *, echo_request_id: bool = True) -> FastAPI:
             return _json({"status": "ok"})
 
         return await _guard(request, check())
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        async def show() -> Response:
+            return Response(await answers.metrics(), media_type=TEXT_FORMAT)
+
+        return await _guard(request, show())
 
     @app.get("/openapi.json")
     async def openapi() -> Response:

@@ -20,6 +20,8 @@ from outrider.actors.sequence import Proposal, Sequence, StopRules
 from outrider.actors.stats import DraftStats, Stats
 from outrider.actors.text import TextStream
 
+from .identities import check_identities
+
 GREEDY = Sampling(temperature=0.0)
 
 
@@ -107,6 +109,7 @@ class Engine:
                 if delta.finish_reason is not None:
                     del alive[sequence.id]
                     self._forget(sequence.id)
+        check_identities(self.stats)
         return [deltas[sequence.id] for sequence in sequences]
 
     def decide(self, rows: Rows) -> Outcomes:
@@ -137,7 +140,9 @@ class Engine:
                 length = s.draft_length(draft.num_tokens)
                 ids = draft.source.propose(s.id, s.committed, length)
                 if ids:
-                    s.proposal = Proposal(draft.name, len(s.committed), ids)
+                    base = len(s.committed)
+                    s.proposal = Proposal(draft.name, base, ids, method="prompt_lookup")
+                    self.stats.drafts[draft.name].proposals += 1
             return
         assert draft.ledger is not None
         method = draft.method

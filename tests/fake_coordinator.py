@@ -6,6 +6,7 @@ from typing import Any
 
 from outrider.actors.messages import TokenLogprob
 from outrider.actors.requests import Delta, GenerateRequest, ModelCard, SpeculationCounts
+from outrider.actors.stats import Levels, Snapshot, Stats
 
 MODEL = "tiny"
 CARD = ModelCard(MODEL, max_model_len=32, vocabulary_size=0x500, created=1_700_000_000)
@@ -85,6 +86,7 @@ class FakeCoordinator:
         self.generate = _Method(self._generate)
         self.describe = _Method(self._describe)
         self.check_ready = _Method(self._check_ready)
+        self.measure = _Method(self._measure)
 
     def options(self, *, stream: bool) -> "FakeCoordinator":
         """The same handle: it knows which of its methods stream."""
@@ -100,6 +102,11 @@ class FakeCoordinator:
         if self.illness is not None:
             raise self.illness
         return self._card
+
+    async def _measure(self) -> Snapshot:
+        if self.illness is not None:
+            raise self.illness
+        return Snapshot(Stats(rounds=7), Levels(waiting=2))
 
     async def _check_ready(self) -> None:
         if self.illness is not None:

@@ -25,10 +25,10 @@ MAY_IMPORT = {
     "deploy": {"cluster", "actors", "deploy"},
 }
 PURE = [
-    "attention", "byte_letters", "cache", "decide", "drafter", "intake", "ledger", "loading",
-    "lookup", "messages", "method_choice", "methods", "model", "pace", "pairing", "philox",
-    "requests", "sampling", "scheduler", "selfcheck", "sequence", "shaping", "spelling", "stats",
-    "text", "verify", "vocabulary",
+    "attention", "byte_letters", "cache", "decide", "drafter", "intake", "latencies", "ledger",
+    "loading", "lookup", "messages", "method_choice", "methods", "model", "pace", "pairing",
+    "philox", "requests", "sampling", "scheduler", "selfcheck", "sequence", "shaping", "spelling",
+    "stats", "text", "verify", "vocabulary",
 ]  # fmt: skip
 SHELLS = ["__init__", "coordinator", "draft", "drafting", "target"]
 CLOCKS_AND_MACHINERY = {"ray", "fastapi", "starlette", "httpx", "asyncio", "time", "datetime"}

@@ -511,6 +511,16 @@ async def test_health_is_the_coordinators(coordinator):
         assert (await client.get("/health")).status_code == 200
 
 
+async def test_metrics_are_the_coordinators(coordinator):
+    async with client_over(coordinator) as client:
+        response = await client.get("/metrics")
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert 'outrider_rounds_total{model="tiny"} 7.0\n' in response.text
+        assert 'outrider_num_requests_waiting{model="tiny"} 2.0\n' in response.text
+        coordinator.illness = UnavailableError("the target is loading")
+        assert (await client.get("/metrics")).status_code == 503
+
+
 async def test_routes_that_are_not_there_answer_in_openais_words(coordinator):
     async with client_over(coordinator) as client:
         for method, path, status in (

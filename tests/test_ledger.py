@@ -147,6 +147,20 @@ def test_a_sequence_keeps_the_proposal_it_holds() -> None:
     assert stats.dropped == {"surplus": 1}
 
 
+def test_every_proposal_with_tokens_is_counted_once_whatever_becomes_of_it() -> None:
+    ledger, stats = make_ledger()
+    sequence, other = make(7), make(8)
+    alive = {7: sequence, 8: other}
+    contexts = ledger.contexts([sequence, other])
+    ledger.receive(reply(contexts, [4], []), alive)
+    assert (stats.proposals, stats.dropped.total()) == (1, 0)
+    ledger.receive(reply(contexts, [4], [VOCABULARY]), alive)
+    ledger.begin_epoch()
+    ledger.receive(reply(contexts, [4], [5]), alive)
+    assert stats.proposals == 5
+    assert stats.dropped == {"surplus": 1, "invalid": 1, "epoch": 2}
+
+
 def test_no_proposal_is_none_dropped() -> None:
     ledger, stats = make_ledger()
     sequence = make(7)

@@ -1,33 +1,29 @@
 """What a scrape shows is what the coordinator counted."""
 
+import math
+import urllib.error
 import urllib.request
-from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import accumulate
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.actors.requests import SpeculationCounts
-from outrider.actors.stats import DraftStats, Stats
-from outrider.cluster.config import parse_settings
+from outrider.actors.stats import Histogram, Snapshot
+from outrider.cluster.config import Settings
 from outrider.cluster.errors import ConfigError
-from outrider.deploy.metrics import Gauge, serve_metrics
+from outrider.deploy.instruments import INSTRUMENTS
+from outrider.deploy.metrics import MetricsServer, ReadSnapshot, render, serve_metrics
+from outrider.deploy.vllm_names import VLLM_INSTRUMENTS
 
-DRAFTS = [
-    {"method": "prompt_lookup", "name": "lookup", "num_speculative_tokens": 2},
-    {"method": "draft_model", "name": "small", "model": "a/b", "num_speculative_tokens": 4},
-]
+from .snapshots import fresh, levels, make_settings, serve, snapshot
 
-
-def settings(port=0):
-    return parse_settings(
-        {"target": {"model": "org/big"}, "drafts": DRAFTS, "metrics": {"port": port}}
-    )
+Scraped = dict[tuple[object, ...], float]
 
 
-def scrape(server):
+def parse(text: str) -> Scraped:
     """Every sample by name and labels, as a Prometheus server reads it."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as page:
-        text = page.read().decode()
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for family in text_string_to_metric_families(text)
@@ -35,110 +31,140 @@ def scrape(server):
     }
 
 
-def key(name, **labels):
+def scrape(server: MetricsServer) -> Scraped:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/metrics") as page:
+        return parse(page.read().decode())
+
+
+def key(name: str, **labels: str) -> tuple[object, ...]:
     return (f"outrider_{name}", *sorted({"model": "big", **labels}.items()))
 
 
+Serve = Callable[[ReadSnapshot], MetricsServer]
+
+
 @pytest.fixture
-def served():
-    """Serves stats and gauges; the server is closed after the test."""
+def served() -> Iterator[Serve]:
+    """Serves snapshots; the server is closed after the test."""
     servers = []
 
-    def serve(stats, gauges=None):
-        servers.append(serve_metrics(settings(), stats, gauges))
-        return servers[-1]
+    def start(read: ReadSnapshot) -> MetricsServer:
+        server = serve_metrics(make_settings(), read)
+        assert server is not None
+        servers.append(server)
+        return server
 
-    yield serve
+    yield start
     for server in servers:
         server.close()
 
 
-def test_a_scrape_shows_every_count(served):
-    lookup, small = DraftStats(), DraftStats(seconds=1.5, deaths=2)
-    for drafted, accepted in ((4, 1), (2, 2), (3, 0)):
-        small.counts.record(drafted, accepted)
-    small.dropped.update(mismatch=3)
-    small.fallbacks.update(deadline=5, dead=1)
-    stats = Stats(
-        rounds=7, emitted_tokens=20, prompt_tokens=30, verify_seconds=2.5,
-        finished=Counter(stop=2, length=1), drafts={"lookup": lookup, "small": small},
-    )  # fmt: skip
-    seen = scrape(served(stats, {"num_requests_running": Gauge("Running.", lambda: 3)}))
-
-    assert seen[key("rounds_total")] == 7
-    assert seen[key("generation_tokens_total")] == 20
-    assert seen[key("prompt_tokens_total")] == 30
-    assert seen[key("verify_seconds_total")] == 2.5
-    assert seen[key("requests_total", reason="stop")] == 2
-    assert seen[key("num_requests_running")] == 3
-    of_small = {"draft": "small"}
-    assert seen[key("spec_decode_num_drafts_total", **of_small)] == 3
-    assert seen[key("spec_decode_num_draft_tokens_total", **of_small)] == 9
-    assert seen[key("spec_decode_num_accepted_tokens_total", **of_small)] == 3
-    assert seen[key("draft_seconds_total", **of_small)] == 1.5
-    assert seen[key("draft_deaths_total", **of_small)] == 2
-    assert seen[key("dropped_proposals_total", reason="mismatch", **of_small)] == 3
-    assert seen[key("fallbacks_total", reason="deadline", **of_small)] == 5
-    for position, (drafted, accepted) in enumerate(zip([3, 3, 2, 1], [2, 1, 0, 0], strict=True)):
-        place = {"position": str(position), **of_small}
-        assert seen[key("spec_decode_num_draft_tokens_per_pos_total", **place)] == drafted
-        assert seen[key("spec_decode_num_accepted_tokens_per_pos_total", **place)] == accepted
+def test_a_scrape_shows_every_instrument_with_the_snapshots_value() -> None:
+    now = snapshot()
+    seen = parse(render(make_settings(vllm_names=True), now).decode())
+    for instrument in INSTRUMENTS + VLLM_INSTRUMENTS:
+        for values, value in instrument.read(now).items():
+            labels = dict(zip(instrument.labels, ("big", *values), strict=True))
+            where = sorted(labels.items())
+            if isinstance(value, Histogram):
+                assert seen.pop((f"{instrument.name}_sum", *where)) == value.sum
+                assert seen.pop((f"{instrument.name}_count", *where)) == sum(value.counts)
+                for bound, count in zip(
+                    (*value.bounds, math.inf), accumulate(value.counts), strict=True
+                ):
+                    le = str(bound).replace("inf", "+Inf")
+                    place = sorted({**labels, "le": le}.items())
+                    assert seen.pop((f"{instrument.name}_bucket", *place)) == count
+            else:
+                assert seen.pop((instrument.series, *where)) == value
+    assert not seen, "and nothing else"
 
 
-def test_positions_sum_to_the_totals(served):
-    small = DraftStats()
-    for drafted in range(1, 7):
-        small.counts.record(drafted, drafted // 2)
-    seen = scrape(served(Stats(drafts={"small": small})))
-    for stem in ("draft_tokens", "accepted_tokens"):
-        by_position = sum(
-            value
-            for (name, *labels), value in seen.items()
-            if name == f"outrider_spec_decode_num_{stem}_per_pos_total"
-            and ("draft", "small") in labels
-        )
-        total = seen[key(f"spec_decode_num_{stem}_total", draft="small")]
-        assert by_position == total > 0
+def test_vllms_names_are_there_only_when_asked_for() -> None:
+    assert b"vllm" not in render(make_settings(), snapshot())
 
 
-def test_series_of_every_draft_are_there_at_zero_before_any_request(served):
-    seen = scrape(served(Stats()))
-    for draft, length in (("lookup", 2), ("small", 4)):
-        assert seen[key("spec_decode_num_drafts_total", draft=draft)] == 0
-        for position in range(length):
-            place = {"draft": draft, "position": str(position)}
-            assert seen[key("spec_decode_num_accepted_tokens_per_pos_total", **place)] == 0
-        too_far = {"draft": draft, "position": str(length)}
-        assert key("spec_decode_num_accepted_tokens_per_pos_total", **too_far) not in seen
+def bench_serve_reads(text: str) -> dict[str, float]:
+    """The figures of `vllm bench serve`, which reads /metrics line by line, without a parser."""
+    sums: dict[str, float] = {"drafts": 0, "drafted": 0, "accepted": 0}
+    for line in map(str.strip, text.split("\n")):
+        if line.startswith("vllm:spec_decode"):
+            labelled, value = line.split(None, 1)
+            name = labelled.split("{")[0]
+            if not name.endswith("_total"):
+                continue
+            if "num_drafts" in name:
+                sums["drafts"] += int(float(value))
+            elif "num_draft_tokens" in name:
+                sums["drafted"] += int(float(value))
+            elif "num_accepted_tokens_per_pos" in name:
+                start = line.index('position="') + len('position="')
+                position = str(int(line[start : line.index('"', start)]))
+                sums[position] = sums.get(position, 0) + int(float(value))
+            elif "num_accepted_tokens" in name:
+                sums["accepted"] += int(float(value))
+    return sums
 
 
-def test_a_scrape_reads_the_counts_of_its_moment(served):
-    stats = Stats()
-    server = served(stats)
+def test_vllms_benchmark_finds_our_rates_between_two_scrapes() -> None:
+    settings, stats = make_settings(vllm_names=True), fresh()
+    serve(stats, 1)
+    before = bench_serve_reads(render(settings, Snapshot(stats, levels())).decode())
+    meanwhile = fresh()
+    serve(meanwhile, 2)
+    serve(stats, 2)
+    after = bench_serve_reads(render(settings, Snapshot(stats, levels())).decode())
+    told = {name: after[name] - before[name] for name in after}
+    ours = SpeculationCounts()
+    for draft in meanwhile.drafts.values():
+        ours.add(draft.counts)
+    assert told["accepted"] / told["drafted"] == ours.num_accepted_tokens / ours.num_draft_tokens
+    assert 1 + told["accepted"] / told["drafts"] == 1 + ours.num_accepted_tokens / ours.num_drafts
+    for position, accepted in enumerate(ours.accepted_at):
+        assert told[str(position)] == accepted
+    assert told.keys() == {"drafts", "drafted", "accepted", "0", "1", "2", "3"}
+
+
+def test_a_scrape_reads_the_counts_of_its_moment(served: Serve) -> None:
+    stats = fresh()
+    server = served(lambda: Snapshot(stats, levels()))
     assert scrape(server)[key("rounds_total")] == 0
     stats.rounds += 5
     assert scrape(server)[key("rounds_total")] == 5
 
 
-def test_metrics_are_off_without_a_port():
-    assert serve_metrics(settings(port=None), Stats()) is None
+def test_a_scrape_fails_when_there_is_nothing_to_read(served: Serve) -> None:
+    """A page of old numbers would look like a coordinator that idles."""
+
+    def nothing() -> Snapshot:
+        raise TimeoutError
+
+    with pytest.raises((urllib.error.HTTPError, ConnectionError, OSError)):
+        scrape(served(nothing))
 
 
-def test_a_port_that_is_taken_is_one_sentence(served):
-    port = served(Stats()).port
+def test_metrics_have_no_port_by_default() -> None:
+    assert Settings.model_validate({"target": {"model": "a/b"}}).metrics.port is None
+    assert serve_metrics(make_settings(port=None), snapshot) is None
+
+
+def test_a_port_that_is_taken_is_one_sentence(served: Serve) -> None:
+    port = served(snapshot).port
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
-        serve_metrics(settings(port=port), Stats())
+        serve_metrics(make_settings(port=port), snapshot)
 
 
-def test_a_closed_server_frees_its_port():
-    first = serve_metrics(settings(), Stats())
+def test_a_closed_server_frees_its_port() -> None:
+    first = serve_metrics(make_settings(), snapshot)
+    assert first is not None
     first.close()
     assert not first.thread.is_alive()
-    second = serve_metrics(settings(port=first.port), Stats())
+    second = serve_metrics(make_settings(port=first.port), snapshot)
+    assert second is not None
     second.close()
 
 
-def test_counts_add_up_in_any_split():
+def test_counts_add_up_in_any_split() -> None:
     blocks = [(4, 1), (2, 2), (3, 0), (5, 5), (1, 0), (4, 4)]
     whole, left, right = SpeculationCounts(), SpeculationCounts(), SpeculationCounts()
     for index, block in enumerate(blocks):

@@ -19,6 +19,7 @@ class Watched:
     """A pool of one member, and how often it was lost."""
 
     def __init__(self, load: str = "fine", silence_s: float = 30, **options: Any) -> None:
+        self.losses = 0
         self.deaths = 0
         self.pool = DraftPool(
             "draft small",
@@ -26,11 +27,15 @@ class Watched:
             1,
             load_timeout_s=60,
             silence_s=silence_s,
-            on_lost=self._count,
+            on_lost=self._count_loss,
+            on_dead=self._count_death,
         )
         self.member = self.pool.members[0]
 
-    def _count(self, index: int) -> None:
+    def _count_loss(self, index: int) -> None:
+        self.losses += 1
+
+    def _count_death(self, index: int) -> None:
         self.deaths += 1
 
     async def end(self) -> None:
@@ -47,7 +52,7 @@ async def test_calls_in_flight_lose_a_member_once_and_it_is_replaced(how: str) -
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert all(isinstance(result, WorkerLostError) for result in results), results
     await wait_for(lambda: watched.member.is_living, "another life")
-    assert watched.deaths == 1
+    assert watched.losses == watched.deaths == 1
     assert await watched.member.call("ping") != before
     assert await watched.member.call("work", "fine") == "done"
     await watched.end()
@@ -58,7 +63,7 @@ async def test_a_question_that_fails_loses_nobody() -> None:
     await watched.pool.start()
     with pytest.raises(WorkerLostError, match="gptq"):
         await watched.member.ask("work", "import")
-    assert watched.member.is_living and watched.deaths == 0
+    assert watched.member.is_living and watched.losses == watched.deaths == 0
     await watched.end()
 
 

@@ -15,6 +15,8 @@ from outrider.actors.stats import DraftStats, Stats
 from outrider.actors.text import TextStream
 from outrider.cluster.errors import OverloadedError, RequestError
 
+from .identities import check_identities
+
 VOCABULARY = 3  # small, so that wrong proposals are often right in part
 END_ID = 0
 ROWS, QUEUE, BUDGET = 3, 4, 6
@@ -158,6 +160,7 @@ class Serving(RuleBasedStateMachine):
         if kind > 2:
             ids[0] = (ids[0] + 1) % VOCABULARY
         sequence.proposal = Proposal("d", base, ids)
+        self.stats.drafts["d"].proposals += 1
 
     @precondition(lambda self: self.alive)
     @rule(data=st.data())
@@ -223,6 +226,8 @@ class Serving(RuleBasedStateMachine):
     @rule()
     def lose_the_cache(self) -> None:
         """The target dies: a pass that runs has no outcomes."""
+        if self.batch is not None:
+            self.scheduler.abandon(self.batch)
         self.batch = None
         self.target.cache.clear()
         self.scheduler.forget_cache()
@@ -261,8 +266,7 @@ class Serving(RuleBasedStateMachine):
         assert self.stats.finished.total() == self.output["sequences"]
         given_up = self.stats.emitted_tokens - self.output["tokens"]
         assert given_up >= 0
-        counts = self.stats.drafts["d"].counts
-        assert counts.num_accepted_tokens <= counts.num_draft_tokens
+        check_identities(self.stats)
 
 
 TestServing = Serving.TestCase
@@ -412,3 +416,60 @@ def test_drafts_are_counted_as_verified_and_late_ones_by_reason_only() -> None:
     assert draft.counts.by_length == {3: [0, 0, 1, 0]}
     assert draft.counts == sequence.counts
     assert (stats.rounds, stats.emitted_tokens, sequence.num_passes) == (3, 5, 3)
+    assert (stats.plain_rounds, stats.emitted["plain"]) == (1, 1)  # beside it only the prompt's
+
+
+def test_a_late_proposal_is_salvaged_once_and_a_held_one_ends_with_its_sequence() -> None:
+    scheduler, stats = make_scheduler()
+    sequence = make(3, [1, 2], 8)
+    sequence.rules = StopRules(8)
+    scheduler.submit([sequence])
+    target = SimulatedTarget()
+    run_round(scheduler, target)
+    run_round(scheduler, target)
+    right = continuation([1, 2], 3, sequence.rules)
+    sequence.proposal = Proposal("d", 3, right[1:5])  # from before the second pass
+    plan = scheduler.plan()
+    assert scheduler.wanting(plan, 4) == scheduler.wanting(plan, 4) == []
+    draft = stats.drafts["d"]
+    assert (draft.salvaged, draft.counts.num_drafts) == (1, 0)
+    batch = scheduler.batch(plan)
+    scheduler.commit(batch, target.verify(batch.rows))
+    assert (draft.salvaged, draft.counts.num_accepted_tokens) == (1, 3)
+    sequence.proposal = Proposal("d", 8, right[6:])
+    scheduler.remove([3])
+    assert draft.dropped == {"ended": 1}
+
+
+def test_what_stop_rules_cut_is_counted_by_source() -> None:
+    stats = Stats()
+    stats.record(drafted=4, accepted=3, emitted=2)  # two of the accepted went out
+    assert stats.emitted == Counter(accepted=2)
+    assert stats.cut == Counter(accepted=1, own=1)
+    stats.record(drafted=4, accepted=3, emitted=3)
+    stats.record(drafted=4, accepted=3, emitted=4)
+    stats.record(drafted=0, accepted=0, emitted=1)
+    assert stats.emitted == Counter(accepted=8, own=1, plain=1)
+    assert stats.cut == Counter(accepted=1, own=2)
+    assert stats.emitted_tokens == 10
+
+
+def test_a_pass_without_outcomes_drops_its_blocks() -> None:
+    scheduler, stats = make_scheduler()
+    sequence = make(3, [1, 2], 8)
+    scheduler.submit([sequence])
+    target = SimulatedTarget()
+    run_round(scheduler, target)
+    sequence.proposal = Proposal("d", 3, [1])
+    scheduler.abandon(scheduler.batch(scheduler.plan()))
+    assert stats.drafts["d"].dropped == {"pass_lost": 1}
+    assert stats.drafts["d"].counts.num_drafts == 0
+    assert stats.rounds == 1
+
+
+def test_answers_that_the_queue_refuses_are_counted() -> None:
+    scheduler, stats = make_scheduler()
+    scheduler.submit([make(id, [1]) for id in range(ROWS + QUEUE - 1)])
+    with pytest.raises(OverloadedError):
+        scheduler.submit([make(20, [1]), make(21, [1])])
+    assert stats.rejected == 2
