@@ -231,6 +231,7 @@ class Coordinator:
         num_rows = scheduler.num_running + scheduler.num_free_rows
         levels = Levels(
             waiting=scheduler.num_waiting,
+            max_waiting=self._settings.target.max_queued,
             running=scheduler.num_running,
             rows=num_rows,
             cached_tokens=scheduler.num_cached_tokens,

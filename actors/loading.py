@@ -47,6 +47,7 @@ class Footprint:
 
     architecture: str
     num_layers: int
+    num_logits: int  # rows of the embedding
     max_model_len: int
     weights_bytes: int  # of the whole model: a rank holds about 1 / tensor_parallel_size of it
     cache_bytes_per_token: int  # likewise, for one token of one row
@@ -73,6 +74,7 @@ def footprint(spec: Spec) -> Footprint:
     return Footprint(
         architecture=name_architecture(config),
         num_layers=text.num_hidden_layers,
+        num_logits=text.vocab_size,
         max_model_len=limit_context(config, spec.max_model_len),
         weights_bytes=count_bytes(network),
         cache_bytes_per_token=text.num_hidden_layers * kv_heads * per_head * dtype.itemsize,

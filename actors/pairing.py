@@ -13,13 +13,12 @@ from itertools import groupby
 from typing import Literal
 
 from outrider.actors.messages import LoadReport, Method
-from outrider.actors.spelling import Spelling
+from outrider.actors.spelling import Piece, Spelling
 from outrider.actors.vocabulary import explain_difference
 from outrider.cluster.errors import ConfigError
 
 Wanted = Literal["auto", "string", "token"]
 
-_MOST_FAILURES = 0.2  # of the probe's words; a tokenizer that fails more does not keep text
 _LOOK_BACK = 24  # draft ids whose border may move when text is appended
 _BLANKS = (b" ", b"\t", b"\r", b"\n")
 
@@ -82,19 +81,16 @@ class Pair:
     def examine(self, wanted: Wanted) -> PairReport:
         """What can serve the pair of what is `wanted`; ConfigError says why nothing can."""
         target, draft = self.target, self.draft
-        failures = target.count_failures(), draft.count_failures()
-        keeps_text = [share <= _MOST_FAILURES for share in failures]
+        keeps_text = target.keeps_text(), draft.keeps_text()
         self.has_text = all(keeps_text)
         methods: list[Method] = []
         if self.has_text and wanted != "token":
             methods.append("string")
         if self.to_target and wanted != "string":
             methods.append("token")
-        sides = zip(("target", "draft"), keeps_text, failures, strict=True)
         lossy = ", ".join(
-            f"the {side}'s tokenizer loses text ({share:.0%} of a probe's words do not come back: "
-            "it normalises, or lacks bytes)"
-            for side, keeps, share in sides
+            f"the {side}'s tokenizer loses text (what its own tokens spell does not come back)"
+            for side, keeps in zip(("target", "draft"), keeps_text, strict=True)
             if not keeps
         )
         if any(keeps_text) and not all(keeps_text):
@@ -107,8 +103,8 @@ class Pair:
             len(self.to_target),
             len(draft.pieces) + len(draft.special),
             len(target.pieces) + len(target.special),
-            failures[1],
-            failures[0],
+            draft.count_failures(),
+            target.count_failures(),
         )
 
     def _map_special(self) -> None:
@@ -125,23 +121,22 @@ class Pair:
             taken.add(theirs)
 
 
-@dataclass
 class View:
     """One sequence's committed ids as the draft reads them: `ids` spell the same bytes.
 
-    A pair whose tokenizers both lose text is read id by id, unknown where there is no partner.
+    What the draft cannot spell is its unknown token, or left out, until more bytes make it
+    something that it can. A pair whose tokenizers both lose text is read id by id.
     """
 
-    pair: Pair
-
-    def __post_init__(self) -> None:
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
         self._begin()
 
     def _begin(self) -> None:
-        lead = self.pair.draft.lead
-        self.ids = [] if lead is None else [lead]
+        lead = self._pair.draft.lead
+        self.ids: list[int] = [] if lead is None else [lead]
         self._committed: list[int] = []
-        self._sealed = len(self.ids)  # ids before this border never change
+        self._pieces: list[Piece] = []  # of the text since the last special token, with its bytes
 
     def follow(self, committed: Sequence[int]) -> None:
         """Take in what was committed since; only the end of `ids` changes."""
@@ -149,45 +144,49 @@ class View:
         if committed[:known] != self._committed:
             self._begin()
             known = 0
-        for is_special, run in groupby(committed[known:], self.pair.target.special.__contains__):
-            if not self.pair.has_text:
+        target = self._pair.target
+        for is_special, run in groupby(committed[known:], target.special.__contains__):
+            if not self._pair.has_text:
                 self._append_ids(run)
             elif is_special:
-                self._append_special(run)
+                self._append_special(run, is_first=known == 0 and committed[0] in target.special)
             else:
-                self._append_text(self.pair.target.spell(run))
+                self._append_text(target.spell(run))
         self._committed = list(committed)
-
-    def _append_special(self, run: Iterable[int]) -> None:
-        for id in run:
-            partner = self.pair.to_draft.get(id)
-            if partner is None:
-                self._append_text(self.pair.target.spell([id]))
-            elif self.ids != [partner]:  # the draft's own beginning of a text is there already
-                self.ids.append(partner)
-                self._sealed = len(self.ids)
 
     def _append_ids(self, run: Iterable[int]) -> None:
         for id in run:
-            partner = self.pair.to_draft.get(id, self.pair.draft.unknown_id)
+            partner = self._pair.to_draft.get(id, self._pair.draft.unknown_id)
             if partner is not None:
                 self.ids.append(partner)
 
+    def _append_special(self, run: Iterable[int], *, is_first: bool) -> None:
+        for id in run:
+            partner = self._pair.to_draft.get(id)
+            if partner is None:
+                self._append_text(self._pair.target.spell([id]))
+            elif not (is_first and self.ids == [self._pair.draft.lead] == [partner]):
+                self.ids.append(partner)
+                self._pieces = []
+            is_first = False
+
     def _append_text(self, data: bytes) -> None:
         """Encode again from a border that the new bytes cannot move."""
-        draft = self.pair.draft
         border = self._border()
-        self.ids[border:] = draft.encode(draft.spell(self.ids[border:]) + data)
+        changed = self._pieces[border:]
+        new = self._pair.draft.split(b"".join(piece for _, piece in changed) + data)
+        self._pieces[border:] = new
+        num_kept = len(self.ids) - sum(id is not None for id, _ in changed)
+        self.ids[num_kept:] = [id for id, _ in new if id is not None]
 
     def _border(self) -> int:
-        """Where the last word begins, at most `_LOOK_BACK` ids from the end."""
-        draft, ids = self.pair.draft, self.ids
-        first = max(self._sealed, len(ids) - _LOOK_BACK)
-        for index in range(len(ids) - 1, first, -1):
-            before, piece = draft.spell([ids[index - 1]]), draft.spell([ids[index]])
-            if piece.startswith(_BLANKS) and not before.endswith(_BLANKS):
-                return index
-        while first > self._sealed and _continues_character(draft.spell([ids[first]])):
+        """Where the last word begins, at most `_LOOK_BACK` pieces from the end."""
+        pieces = [piece for _, piece in self._pieces[-_LOOK_BACK - 1 :]]
+        first = len(self._pieces) - len(pieces)
+        for index in range(len(pieces) - 1, 0, -1):
+            if pieces[index].startswith(_BLANKS) and not pieces[index - 1].endswith(_BLANKS):
+                return first + index
+        while first > 0 and _continues_character(self._pieces[first][1]):
             first -= 1
         return first
 

@@ -233,7 +233,7 @@ class Scheduler:
         stats.rounds += 1
         stats.rows += len(rows.row)
         stats.verify_seconds += seconds
-        if all(rows.decides) and not any(rows.num_drafted):
+        if rows.num_ids == len(rows.row):  # one token of each: plain decoding
             stats.plain_rounds += 1
             stats.plain_verify_seconds += seconds
 

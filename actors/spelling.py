@@ -7,6 +7,7 @@ and gives exactly the bytes back. Works on a private copy; knows no models and n
 """
 
 import json
+import random
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,11 +20,15 @@ from transformers import PreTrainedTokenizerBase
 from outrider.actors.byte_letters import read_byte_letters, read_byte_piece
 from outrider.actors.vocabulary import Vocabulary
 
+Piece = tuple[int | None, bytes]  # an id and the bytes that it stands for; None = no id
 Script = Literal["byte-level", "sentence-piece", "plain"]
 
 _SPACE = "\u2581"  # how sentence pieces write a space
 _NOT_UTF_8 = re.compile("([\udc80-\udcff]+)")  # bytes that `surrogateescape` let through
 _WORDS = re.compile(r"\s*\S+|\s+")
+_CHARACTERS = re.compile("(?s).")
+_SAMPLE = 200  # texts to judge a tokenizer by
+_LEAST_KEPT = 0.8
 _ROLES = ("bos_token", "eos_token")
 
 # Everyday text with what tokenizers stumble over: leading and repeated spaces, line ends of both
@@ -74,21 +79,18 @@ class Spelling:
         self.pieces: dict[int, bytes] = {}  # id -> what it spells, never empty
         self.num_ids = num_ids
         self.roles = {role: id for role, id in data.roles.items() if id < num_ids}
-        self.lead = data.lead
+        self.lead = data.lead if data.lead in self.roles.values() else None
+        self.unknown_id = _find_unknown(definition["model"], vocabulary, num_ids)
         for id, token in vocabulary.tokens.items():
             if id >= num_ids:
                 continue
-            if added.get(token, False) or id in data.roles.values():
+            if added.get(token, False) or id in (self.unknown_id, *data.roles.values()):
                 self.special[id] = token
             elif spelled := _spell(token, self.script, is_added=token in added):
                 self.pieces[id] = spelled
         self._tokens = vocabulary.tokens
         self._encoder = Tokenizer.from_str(json.dumps(_verbatim(definition)))
         self._encoder.encode_special_tokens = True  # text that looks like a marker stays text
-        unknown = definition["model"].get("unk_token")
-        self.unknown_id: int | None = (
-            self._encoder.token_to_id(unknown) if isinstance(unknown, str) else None
-        )
 
     @cached_property
     def ids(self) -> dict[bytes, int]:
@@ -118,46 +120,59 @@ class Spelling:
         )
 
     def encode(self, data: bytes) -> list[int]:
-        """Ids that spell `data`, canonical where it is text.
+        """Ids that spell `data`, canonical where it is text, as far as there are any."""
+        return [id for id, _ in self.split(data) if id is not None]
 
-        What cannot be spelled at all (no piece for a character nor for its bytes) becomes the
-        unknown id, or nothing without one.
+    def split(self, data: bytes) -> list[Piece]:
+        """The ids of `encode`, each with its bytes; together they are `data`.
+
+        What cannot be spelled (no piece for a character nor for its bytes) stands under the
+        unknown id, or under None without one.
         """
-        ids: list[int] = []
+        pieces: list[Piece] = []
         for part in _NOT_UTF_8.split(data.decode("utf-8", "surrogateescape")):
-            if not part:
-                continue
             if _NOT_UTF_8.fullmatch(part):
-                ids += self._encode_bytes(part.encode("utf-8", "surrogateescape"))
-            else:
-                ids += self._encode_text(part, (_WORDS, re.compile("(?s).")))
-        return ids
+                pieces += self._split_bytes(part.encode("utf-8", "surrogateescape"))
+            elif part:
+                pieces += self._split_text(part, (_WORDS, _CHARACTERS))
+        return pieces
+
+    def keeps_text(self) -> bool:
+        """Whether texts made of its own pieces come back; word lists, for example, lose spaces."""
+        draw = random.Random(0)  # the same sample for everybody
+        pieces = list(self.ids)
+        texts = [b"".join(draw.choices(pieces, k=3)) for _ in range(_SAMPLE)] if pieces else []
+        kept = [text for text in texts if self._spells(self.encode(text), text)]
+        return len(kept) > _LEAST_KEPT * _SAMPLE
 
     def count_failures(self) -> float:
         """Share of the probe's words that do not come back from encoding, in [0, 1]."""
         words = [word.encode() for text in PROBE for word in _WORDS.findall(text)]
-        failed = [word for word in words if self.spell(self.encode(word)) != word]
+        failed = [word for word in words if not self._spells(self.encode(word), word)]
         return len(failed) / len(words)
 
-    def _encode_text(self, text: str, finer: tuple[re.Pattern[str], ...]) -> list[int]:
+    def _spells(self, ids: list[int], data: bytes) -> bool:
+        return all(id in self.pieces for id in ids) and self.spell(ids) == data
+
+    def _split_text(self, text: str, finer: tuple[re.Pattern[str], ...]) -> list[Piece]:
         """The tokenizer's own ids if they spell the text; else those of its parts."""
         data = text.encode()
-        ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
-        if all(id in self.pieces for id in ids) and self.spell(ids) == data:
-            return ids
+        try:
+            ids: list[int] = self._encoder.encode(text, add_special_tokens=False).ids
+        except Exception:  # the library raises it bare, where there is no unknown token
+            ids = []
+        if self._spells(ids, data):
+            return [(id, self.pieces[id]) for id in ids]
         if not finer:
-            return self._encode_bytes(data)
+            return self._split_bytes(data)
         parts = finer[0].findall(text)
-        return [id for part in parts for id in self._encode_text(part, finer[1:])]
+        return [piece for part in parts for piece in self._split_text(part, finer[1:])]
 
-    def _encode_bytes(self, data: bytes) -> list[int]:
-        whole = self.ids.get(data)
-        if whole is not None:
-            return [whole]
-        ids = [self.ids.get(bytes([byte])) for byte in data]
-        if None not in ids:
-            return [id for id in ids if id is not None]
-        return [] if self.unknown_id is None else [self.unknown_id]
+    def _split_bytes(self, data: bytes) -> list[Piece]:
+        if data in self.ids:
+            return [(self.ids[data], data)]
+        each = [bytes([byte]) for byte in data]
+        return [(self.ids.get(byte, self.unknown_id), byte) for byte in each]
 
 
 def complete_length(data: bytes) -> int:
@@ -192,8 +207,17 @@ def _parts(part: Any) -> Iterator[dict[str, Any]]:
     yield part
 
 
+def _find_unknown(model: Mapping[str, Any], vocabulary: Vocabulary, num_ids: int) -> int | None:
+    """The id that stands for what a model's tokenizer lacks; None if there is none."""
+    id, token = model.get("unk_id"), model.get("unk_token")
+    if isinstance(token, str):
+        id = next((id for id, other in vocabulary.tokens.items() if other == token), None)
+    return id if isinstance(id, int) and id < num_ids else None
+
+
 def _find_script(definition: Mapping[str, Any]) -> Script:
-    parts = [*_parts(definition["pre_tokenizer"]), *_parts(definition["decoder"])]
+    sides = ("normalizer", "pre_tokenizer", "decoder")
+    parts = [part for side in sides for part in _parts(definition.get(side))]
     kinds = {part["type"] for part in parts}
     if "ByteLevel" in kinds:
         return "byte-level"
@@ -207,13 +231,17 @@ def _find_script(definition: Mapping[str, Any]) -> Script:
 
 def _verbatim(definition: dict[str, Any]) -> dict[str, Any]:
     """The definition without anything that adds to a text or changes it."""
-    spaces = [
+    normalizers = [
         part
-        for part in _parts(definition["normalizer"])
-        if part["type"] == "Replace" and part["content"] == _SPACE
+        for part in _parts(definition.get("normalizer"))
+        if part["type"] == "ByteLevel"
+        or (part["type"] == "Replace" and part["pattern"] == {"String": " "})
     ]
+    given = list(_parts(definition.get("pre_tokenizer")))
+    if any(part["type"] == "Metaspace" for part in given):  # it marks the spaces itself
+        given = [part for part in given if part["type"] != "WhitespaceSplit"]
     pre_tokenizers = []
-    for part in _parts(definition["pre_tokenizer"]):
+    for part in given:
         if part["type"] == "Metaspace":
             part = {**part, "prepend_scheme": "never"}
         if part["type"] == "ByteLevel":
@@ -224,7 +252,7 @@ def _verbatim(definition: dict[str, Any]) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "post_processor": None,
-        "normalizer": {"type": "Sequence", "normalizers": spaces} if spaces else None,
+        "normalizer": {"type": "Sequence", "normalizers": normalizers} if normalizers else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre_tokenizers}
         if pre_tokenizers
         else None,

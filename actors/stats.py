@@ -170,6 +170,7 @@ class Levels:
     """What the coordinator holds at one moment."""
 
     waiting: int = 0  # sequences without a row
+    max_waiting: int = 0  # beyond, they are refused
     running: int = 0  # sequences with one
     rows: int = 0  # of the target's cache, used or free
     cached_tokens: int = 0  # that the used rows hold

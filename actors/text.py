@@ -58,13 +58,14 @@ class TextStream:
         With stop strings, push one id at a time: then the id that completes a match is known. What
         is completed while the text may not stop is no match.
         """
+        # One by one: decoders read bytes by their neighbours, and a block must read as its ids do.
+        return "".join([self._push(id, may_stop) for id in ids])
+
+    def _push(self, id: int, may_stop: bool) -> str:
         if self.matched is not None:
             return ""
-        text = self._decode(self._ids[self._window :] + list(ids))
-        if len(ids) > 1 and _INCOMPLETE in text:
-            # Some decoders read bytes by their neighbours: a block must not read unlike its ids.
-            return "".join(self.push([id], may_stop) for id in ids)
-        self._ids.extend(ids)
+        self._ids.append(id)
+        text = self._decode(self._ids[self._window :])
         self._may_stop = may_stop
         certain = text.rstrip(_INCOMPLETE)
         new = certain[self._given :]

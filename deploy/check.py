@@ -33,6 +33,7 @@ class Need:
     placement: Placement
     spec: TargetSpec | DraftModelSpec
     architecture: str
+    num_logits: int
     max_model_len: int
     weights_bytes: int
     cache_bytes: int  # keys and values of all rows at full length
@@ -43,12 +44,8 @@ def check(path: str | Path, console: Console) -> None:
     file = read_serve_file(path)
     settings = file.settings
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # the reason comes as a sentence
-    pairs = {
-        spec.name: _examine_pair(settings.target, spec)
-        for spec in settings.drafts
-        if isinstance(spec, DraftModelSpec)
-    }
     needs = size_up(settings)
+    pairs = _examine_pairs(needs)
     console.print(f"{settings.model_name} at {file.root_url}/v1", highlight=False)
     console.print(_table(needs))
     lengths = " and ".join(f"{length:,}" for length in {need.max_model_len: None for need in needs})
@@ -77,6 +74,7 @@ def size_up(settings: Settings) -> list[Need]:
                 placement,
                 spec,
                 model.architecture,
+                model.num_logits,
                 model.max_model_len,
                 model.weights_bytes // num_ranks,
                 cache_bytes // num_ranks,
@@ -86,20 +84,31 @@ def size_up(settings: Settings) -> list[Need]:
     return needs
 
 
-def _examine_pair(target: TargetSpec, draft: DraftModelSpec) -> PairReport:
-    theirs, own = _report_tokenizer(target), _report_tokenizer(draft)
-    if has_same_vocabulary(theirs, own):
-        return PairReport(("same",))
-    try:
-        return pair_up(theirs, own, draft.vocabulary)[1]
-    except ConfigError as error:
-        raise ConfigError(f"draft {draft.name} cannot draft for {target.model}: {error}") from None
+def _examine_pairs(needs: list[Need]) -> dict[str, PairReport]:
+    """How each neural draft speaks to the target, as it will be found at start."""
+    theirs = _report_tokenizer(needs[0])
+    pairs: dict[str, PairReport] = {}
+    for need in needs:
+        spec = need.spec
+        if isinstance(spec, TargetSpec) or spec.name in pairs:
+            continue
+        own = _report_tokenizer(need)
+        try:
+            pairs[spec.name] = (
+                PairReport(("same",))
+                if has_same_vocabulary(theirs, own)
+                else pair_up(theirs, own, spec.vocabulary)[1]
+            )
+        except ConfigError as error:
+            raise ConfigError(f"draft {spec.name} cannot draft for the target: {error}") from None
+    return pairs
 
 
-def _report_tokenizer(spec: TargetSpec | DraftModelSpec) -> LoadReport:
+def _report_tokenizer(need: Need) -> LoadReport:
+    spec = need.spec
     tokenizer = load_tokenizer(resolve(spec.model, spec.revision), spec.tokenizer)
     vocabulary, data = Vocabulary.of(tokenizer), TokenizerData.of(tokenizer)
-    return LoadReport(vocabulary, vocabulary.size, (), 0, tokenizer=data)
+    return LoadReport(vocabulary, need.num_logits, (), need.max_model_len, tokenizer=data)
 
 
 def _table(needs: list[Need]) -> Table:

@@ -1,4 +1,4 @@
-"""Command line: `outrider serve`, `outrider check`, `outrider top`, `outrider bench`.
+"""Command line: `outrider serve`, `check`, `top`, `bench` and `dashboard`.
 
 Exit codes: 0 done, 1 it did not work, 2 the command or the file is wrong, 130 interrupted. What
 went wrong is one sentence on stderr. Heavy packages are imported only by the command that needs
@@ -23,6 +23,10 @@ from outrider.cluster.errors import ConfigError, OutriderError
 if TYPE_CHECKING:
     from outrider.deploy.launch import Build
 
+_COMMANDS = {  # each in a module of its name
+    "top": "watch a server's acceptance rates and speed",
+    "dashboard": "write the Grafana dashboard, or Prometheus' rules",
+}
 _BENCHES = {
     "serve": "drive a server with prompts, speculation off and on",
     "loop": "run the coordinator over simulated workers",
@@ -73,13 +77,12 @@ def _parser(arguments: Sequence[str], build: "Build | None") -> argparse.Argumen
     check.add_argument("file", metavar="FILE")
     check.set_defaults(run=_check)
 
-    top = commands.add_parser("top", help="watch a server's acceptance rates and speed")
-    top.add_argument("url", metavar="URL", help="of the API or of its metrics.port")
-    top.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="S", help="between looks; default: 2"
-    )
-    top.add_argument("--once", action="store_true", help="print what one interval brought")
-    top.set_defaults(run=_top)
+    for name, purpose in _COMMANDS.items():
+        command = commands.add_parser(name, help=purpose, description=purpose)
+        if list(arguments[:1]) == [name]:
+            module = importlib.import_module(f"outrider.deploy.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
 
     bench = commands.add_parser("bench", help="measure")
     kinds = bench.add_subparsers(required=True, metavar="KIND")
@@ -121,28 +124,6 @@ def _check(options: argparse.Namespace) -> int:
 
     check(options.file, Console())
     return 0
-
-
-def _top(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from outrider.deploy.top import Watch, print_once, watch
-
-    console = Console()
-    with Watch(options.url) as server:
-        if options.once or not console.is_terminal:
-            print_once(server, options.interval, console)
-        else:
-            with contextlib.suppress(KeyboardInterrupt):  # there is no other end
-                watch(server, options.interval, console)
-    return 0
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
-    return seconds
 
 
 def _port(text: str) -> int:

@@ -233,6 +233,11 @@ INSTRUMENTS = (
         whole(lambda now: now.levels.waiting),
     ),
     _gauge(
+        "max_requests_waiting", "",
+        "Answers that may wait; more are refused.",
+        whole(lambda now: now.levels.max_waiting),
+    ),
+    _gauge(
         "cache_rows", "",
         "Rows of the target's cache.",
         whole(lambda now: now.levels.rows),

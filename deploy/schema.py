@@ -39,6 +39,9 @@ from outrider.deploy.values import (
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default
 MAX_N = 128
 MAX_SPECULATIVE_TOKENS = 64
+# Longer lists would hold up everybody's rounds: they are looked at for every token.
+MAX_ALLOWED_IDS = 16_384
+MAX_STOP_IDS = 1024
 
 
 class _Strict(BaseModel):
@@ -68,11 +71,11 @@ class GenerationBody(_Strict):
     frequency_penalty: Penalty = 0.0
     logit_bias: LogitBias = {}
     bad_words: list[BadWord] = Field([], max_length=MAX_BAD_WORDS)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_IDS)
     n: int = Field(1, ge=1, le=MAX_N)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: StopStrings = []
-    stop_token_ids: list[TokenId] = []
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_IDS)
     min_tokens: int = Field(0, ge=0, lt=2**31)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False

@@ -4,6 +4,9 @@ Reads the /metrics that scrapers read: whichever ingress answers, the counts are
 so that differences of two looks are exact; the metrics.port serves it as well.
 """
 
+import argparse
+import contextlib
+import math
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -24,6 +27,28 @@ from outrider.deploy.transports import check_status
 TIMEOUT_S = 10.0
 
 _NAME, _FIGURE, _BAR = 29, 11, 16  # columns
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `outrider top`."""
+    add = parser.add_argument
+    add("url", metavar="URL", help="of the API or of its metrics.port, e.g. http://host:8000")
+    add("--interval", type=_seconds, default=2.0, metavar="S", help="between looks; default: 2")
+    add("--once", action="store_true", help="print what one interval brought, and end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Watch until interrupted; or print one frame, which is all that a pipe gets."""
+    console = Console()
+    with Watch(options.url) as server:
+        if options.once or not console.is_terminal:
+            server.look()
+            time.sleep(options.interval)
+            console.print(server.look())
+        else:
+            with contextlib.suppress(KeyboardInterrupt):  # there is no other end
+                _watch(server, options.interval, console)
+    return 0
 
 
 class Watch:
@@ -141,14 +166,7 @@ class Frame:
         return Text(", ".join(f"{name} {say(self._total)}" for name, say in figures.LOAD[2:]))
 
 
-def print_once(server: Watch, interval_s: float, console: Console) -> None:
-    """Print what one interval brought."""
-    server.look()
-    time.sleep(interval_s)
-    console.print(server.look())
-
-
-def watch(server: Watch, interval_s: float, console: Console) -> None:
+def _watch(server: Watch, interval_s: float, console: Console) -> None:
     """Show a frame after each interval until interrupted; a server that is away is waited for."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
@@ -162,6 +180,13 @@ def _try(server: Watch, interval_s: float) -> RenderableType:
     except OutriderError as error:
         sentence = _printable(" ".join(str(error).split()))
         return Text(f"{sentence}; trying again every {interval_s:g} s")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no time to wait")
+    return seconds
 
 
 def _base(url: str) -> str:

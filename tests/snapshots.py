@@ -88,6 +88,7 @@ def levels() -> Levels:
     """Something is held."""
     return Levels(
         waiting=2,
+        max_waiting=64,
         running=3,
         rows=16,
         cached_tokens=256,

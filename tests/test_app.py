@@ -30,7 +30,7 @@ def url(ray_session: None, folders: Folders) -> Iterator[str]:
         LOOKUP,
         neural("noisy", folders.noisy),
         target_changes={"tensor_parallel_size": 2, "max_queued": 100},
-        metrics={"port": metrics_port},
+        metrics={"port": metrics_port, "vllm_names": True},
     )
     serve.start(http_options={"host": "127.0.0.1", "port": port})
     serve.run(build(settings), name="outrider", route_prefix="/")
@@ -153,16 +153,24 @@ async def test_health_models_and_metrics_answer(http: httpx.AsyncClient, url: st
     settings = (await coordinator().settings.remote()).metrics
     async with httpx.AsyncClient(trust_env=False) as client:
         text = (await client.get(f"http://127.0.0.1:{settings.port}/metrics")).text
-    line = f'outrider_generation_tokens_total{{model="tiny"}} {float(stats.emitted_tokens)}'
-    assert line in text
-    assert 'outrider_spec_decode_num_drafts_total{draft="noisy",model="tiny"}' in text
+    assert text == (await http.get("/metrics")).text, "the API shows the same page"
+    emitted = [
+        float(line.split()[-1])
+        for line in text.splitlines()
+        if line.startswith("outrider_generation_tokens_total")
+    ]
+    assert sum(emitted) == stats.emitted_tokens > 0
+    assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"}' in text
+    labels = 'draft="noisy",method="same",model="tiny"'
+    assert f"outrider_spec_decode_num_drafts_total{{{labels}}}" in text
+    assert 'outrider_draft_replicas_living{draft="noisy",model="tiny"}' in text
 
 
 async def test_errors_before_the_first_token_are_http_statuses(http: httpx.AsyncClient) -> None:
     response = await http.post("/v1/completions", json={"prompt": [5] * 128, "stream": True})
     assert response.status_code == 400
     assert "128" in response.json()["error"]["message"]
-    response = await http.post("/v1/completions", json={"prompt": "w5", "min_p": 0.1})
+    response = await http.post("/v1/completions", json={"prompt": "w5", "min_p": 2})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "min_p"
     response = await http.post("/v1/completions", json={"prompt": "w5", "model": "other"})

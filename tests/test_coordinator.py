@@ -5,6 +5,7 @@ import itertools
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from outrider.actors.messages import Outcomes, Rows, Sampling
 from outrider.actors.model import Model
 from outrider.actors.philox import key64
 from outrider.actors.requests import GenerateRequest
-from outrider.actors.stats import DraftStats, Stats
+from outrider.actors.stats import DraftStats, Pool, Snapshot, Stats
 from outrider.actors.target import TargetWorker
 from outrider.cluster.config import Settings, TargetSpec
 from outrider.cluster.errors import (
@@ -28,6 +29,7 @@ from outrider.cluster.remote import make_actor
 
 from .conftest import Folders
 from .engine import Engine, Job
+from .identities import check_identities
 from .serving import (
     LOOKUP,
     Answer,
@@ -132,6 +134,22 @@ async def wait_for_idle(coordinator: Any) -> dict[str, int]:
     return result
 
 
+async def check_counts(coordinator: Any) -> Stats:
+    """What an idle coordinator has counted adds up."""
+    await wait_for_idle(coordinator)
+    snapshot: Snapshot = await coordinator.measure.remote()
+    stats, levels = snapshot.stats, snapshot.levels
+    check_identities(stats)
+    assert sum(stats.end_to_end_s.counts) == stats.finished["stop"] + stats.finished["length"]
+    assert sum(stats.first_token_s.counts) >= sum(stats.end_to_end_s.counts)
+    assert sum(stats.queue_s.counts) >= sum(stats.first_token_s.counts)
+    assert stats.round_seconds > stats.verify_seconds > 0
+    assert stats.round_seconds > stats.draft_wait_seconds
+    assert (levels.waiting, levels.running, levels.cached_tokens) == (0, 0, 0)
+    assert (levels.rows, levels.cache_tokens) == (8, 8 * 128)
+    return stats
+
+
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])
 async def test_streams_go_on_with_the_same_ids_when_every_draft_dies_or_hangs(
     fault: signal.Signals, shared: Any, plain: list[list[list[int]]]
@@ -168,6 +186,10 @@ async def test_streams_go_on_with_the_same_ids_when_every_draft_dies_or_hangs(
         return (await counted()).counts.num_drafts > after.counts.num_drafts
 
     await wait_for(drafts_again, "proposals of the new drafts")
+    ended = (await check_counts(shared)).drafts["noisy"]
+    assert ended.quarantines == before.quarantines + 2
+    pools = (await shared.measure.remote()).levels.pools
+    assert (pools["noisy"], pools["lookup"]) == (Pool(2, 2), Pool(1, 1))
 
 
 async def test_streams_go_on_with_the_same_ids_when_the_target_dies(
@@ -183,6 +205,7 @@ async def test_streams_go_on_with_the_same_ids_when_the_target_dies(
     send(signal.SIGKILL, worker_pids("TargetWorker"))
     assert await running == plain
     await shared.check_ready.remote()
+    assert (await check_counts(shared)).rebuilds >= 1
 
 
 async def test_the_loss_of_an_idle_target_is_noticed_and_mended(
@@ -257,6 +280,36 @@ async def test_streams_given_up_leave_no_sequence_row_or_copy(shared: Any) -> No
     await asyncio.gather(*(leave_early(number) for number in range(60)))
     assert (await wait_for_idle(shared))["free_rows"] == 8
     assert (await shared.snapshot.remote()).finished["abort"] == before + 60
+    await check_counts(shared)
+
+
+class BrokenSink:
+    """Fails whenever it is written to, after it has told so."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._file = Path(settings.model_name)
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Tell what was counted, and fail."""
+        self._file.write_text(str(snapshot.stats.emitted_tokens))
+        raise OSError("no agent")
+
+
+async def test_sinks_get_the_counts_while_it_serves_and_cannot_break_it(
+    folders: Folders, tmp_path: Path
+) -> None:
+    settings = make_settings(folders.target).model_copy(
+        update={"model_name": str(tmp_path / "told")}
+    )
+    async with serving(settings, make_sinks=lambda s: [BrokenSink(s)]) as coordinator:
+        for _ in range(2):
+            (answer,) = await collect(coordinator, requests()[0])
+            emitted = str((await coordinator.snapshot.remote()).emitted_tokens)
+            await wait_for(
+                lambda: (tmp_path / "told").exists() and (tmp_path / "told").read_text() == emitted,  # noqa: B023  # awaited here
+                "the sink to hear of it",
+            )
+        assert int(emitted) == 2 * len(answer.ids)
 
 
 async def test_a_full_queue_refuses_before_the_first_token_and_loses_nothing(

@@ -23,7 +23,7 @@ from outrider.actors.pairing import Pair, pair_up
 from outrider.actors.sampling import processed
 from tests import tiny
 from tests.engine import Engine, EngineDraft, Job
-from tests.toys import KINDS, ByteModel, make_report, make_text, make_tokenizer
+from tests.toys import KINDS, LACKING, ByteModel, make_report, make_text, make_tokenizer
 
 METHODS: tuple[Method, ...] = ("string", "token")
 SAMPLINGS = [
@@ -82,8 +82,9 @@ def make_shaping(rng: random.Random, ids: list[int], ends: frozenset[int]) -> Sh
 
 def check_copies(drafter: Drafter, pair: Pair) -> None:
     """The draft's context of every sequence spells the bytes that it was told."""
-    for copy in drafter._copies.values():
-        assert pair.draft.spell(copy.own) == pair.target.spell(copy.committed)
+    if {bytes([byte]) for byte in range(256)} <= set(pair.draft.ids):
+        for copy in drafter._copies.values():
+            assert pair.draft.spell(copy.own) == pair.target.spell(copy.committed)
 
 
 class Watched(Drafter):
@@ -98,7 +99,7 @@ class Watched(Drafter):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("draft_kind", KINDS)
+@pytest.mark.parametrize("draft_kind", [*KINDS, *LACKING])
 @pytest.mark.parametrize("target_kind", KINDS)
 def test_ids_are_plain_decodings_whatever_the_draft(
     target_kind: str, draft_kind: str, method: Method

@@ -12,7 +12,7 @@ from outrider.actors.messages import LoadReport
 from outrider.actors.pairing import Pair, View, Wanted, has_same_vocabulary, pair_up
 from outrider.cluster.errors import ConfigError
 from tests import tiny
-from tests.toys import KINDS, make_report, make_text, make_tokenizer
+from tests.toys import KINDS, LACKING, make_report, make_text, make_tokenizer, make_word_pieces
 
 CASES = [(target, draft, seed) for target in KINDS for draft in KINDS for seed in range(2)]
 
@@ -56,6 +56,41 @@ def test_a_view_spells_the_committed_bytes_after_every_round(
                 committed.append(rng.choice(special))
             view.follow(committed)
             assert pair.draft.spell(view.ids) == pair.target.spell(committed)
+
+
+@pytest.mark.parametrize("draft", LACKING)
+def test_a_view_of_what_the_draft_cannot_spell_does_not_drift(draft: str) -> None:
+    pair = make_pair("byte-level", draft)
+    rng = random.Random(1)
+    for _ in range(20):
+        view, committed = View(pair), []
+        for _ in range(15):
+            committed += pair.target.encode(make_text(rng, 2).encode())
+            committed += rng.choices(sorted(pair.target.pieces), k=rng.randint(0, 2))
+            view.follow(committed)
+        whole = pair.draft.encode(pair.target.spell(committed))
+        assert len(view.ids) <= len(committed) * 4
+        known = [[id for id in ids if id != pair.draft.unknown_id] for ids in (view.ids, whole)]
+        assert pair.draft.spell(known[0]) == pair.draft.spell(known[1])
+
+
+def test_a_character_that_comes_byte_by_byte_is_read_as_a_character() -> None:
+    target = make_report(make_word_pieces(["a"]))
+    pair, _ = pair_up(target, make_report(make_tokenizer("no bytes", 0)), "auto")
+    pair_ids = pair.target.encode("🙂a".encode())
+    assert len(pair_ids) == 5  # four bytes
+    view = View(pair)
+    for end in range(1, 6):
+        view.follow(pair_ids[:end])
+    assert pair.draft.spell(view.ids) == "🙂a".encode()
+
+
+def test_a_leading_special_token_is_kept_as_often_as_it_was_said() -> None:
+    pair = make_pair("byte-level", "unigram")
+    end, own = pair.target.roles["eos_token"], pair.draft.roles["eos_token"]
+    view = View(pair)
+    view.follow([end, end, end])
+    assert view.ids == [own] * 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -174,7 +209,9 @@ def test_a_pair_of_which_one_side_loses_text_is_refused_with_the_reason(wanted: 
 
 
 def test_string_is_refused_where_text_is_lost_and_token_where_nothing_is_shared() -> None:
-    target, draft = (word_report(["<unk>", "</s>", "<s>", *words]) for words in ("ab", "cd"))
+    target, draft = (
+        word_report(["<unk>", "</s>", "<s>", *words]) for words in (["aa", "bb"], ["cc", "dd"])
+    )
     with pytest.raises(ConfigError, match="vocabulary: string cannot serve"):
         pair_up(target, draft, "string")
     slow = replace(make_report(make_tokenizer("unigram", 0)), tokenizer=None)

@@ -416,7 +416,7 @@ def test_drafts_are_counted_as_verified_and_late_ones_by_reason_only() -> None:
     assert draft.counts.by_length == {3: [0, 0, 1, 0]}
     assert draft.counts == sequence.counts
     assert (stats.rounds, stats.emitted_tokens, sequence.num_passes) == (3, 5, 3)
-    assert (stats.plain_rounds, stats.emitted["plain"]) == (1, 1)  # beside it only the prompt's
+    assert (stats.plain_rounds, stats.emitted["plain"]) == (2, 2)
 
 
 def test_a_late_proposal_is_salvaged_once_and_a_held_one_ends_with_its_sequence() -> None:

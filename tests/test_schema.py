@@ -137,7 +137,11 @@ def test_null_means_not_given_for_every_field():
             "bad_words",
             ["x", [""], ["x", ""], [5], [None], ["x" * 1025], ["x"] * 129, {"x": 1}, ["\ud800"]],
         ),
-        ("allowed_token_ids", [[], [-1], [True], ["5"], [5.0], [None], 5, {"5": 1}]),
+        (
+            "allowed_token_ids",
+            [[], [-1], [True], ["5"], [5.0], [None], 5, {"5": 1}, [5] * 16_385],
+        ),
+        ("stop_token_ids", [[-1], [True], ["5"], [None], 5, [5] * 1025]),
         ("min_tokens", [-1, 1.5, True, "3", math.nan, 2**31, [3]]),
         ("include_stop_str_in_output", [1, 0, "true", []]),
         ("skip_special_tokens", [1, 0, "false", {}]),

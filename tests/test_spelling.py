@@ -4,10 +4,11 @@ import random
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from outrider.actors.spelling import Spelling, complete_length
-from tests.toys import KINDS, make_report, make_text, make_tokenizer
+from tests.toys import KINDS, LACKING, make_report, make_text, make_tokenizer
 
 
 def spelling_of(tokenizer: PreTrainedTokenizerBase, num_logits: int | None = None) -> Spelling:
@@ -96,6 +97,38 @@ def test_the_tokenizer_itself_is_not_changed() -> None:
     assert tokenizer.backend_tokenizer.to_str() == before
     marker = tokenizer.convert_tokens_to_ids("<|user|>")
     assert tokenizer.encode("<|user|>", add_special_tokens=False)[-1] == marker
+
+
+@pytest.mark.parametrize("kind", LACKING)
+def test_what_cannot_be_spelled_still_stands_for_its_bytes(kind: str) -> None:
+    spelling = spelling_of(make_tokenizer(kind, 0))
+    assert (spelling.unknown_id is None) == (kind == "no unknown")
+    assert spelling.unknown_id not in spelling.pieces
+    rng = random.Random(0)
+    for _ in range(100):
+        data = make_text(rng, 6).encode() + rng.randbytes(2)
+        pieces = spelling.split(data)
+        assert b"".join(piece for _, piece in pieces) == data
+        for id, piece in pieces:
+            assert id == spelling.unknown_id or (id is not None and spelling.pieces[id] == piece)
+
+
+def test_words_are_found_again_though_the_tokenizer_marks_spaces_after_splitting() -> None:
+    tokenizer = make_tokenizer("no bytes", 1)
+    spelling = spelling_of(tokenizer)
+    text = "ab ab 1 ba"
+    own = tokenizer.encode(text, add_special_tokens=False)
+    assert spelling.encode(f" {text}".encode()) == own
+
+
+def test_a_beginning_that_the_model_lacks_is_none() -> None:
+    tokenizer = make_tokenizer("byte-level", 0)
+    begin = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", begin)]
+    )
+    assert spelling_of(tokenizer).lead == begin
+    assert spelling_of(tokenizer, begin).lead is None
 
 
 def test_failures_tell_a_tokenizer_that_loses_text() -> None:

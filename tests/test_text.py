@@ -156,6 +156,17 @@ def test_a_cut_character_after_a_newline_byte_leaves_the_newline_alone() -> None
         assert "".join(stream(FALLBACK, [0], blocks)) == "\n" + BROKEN
 
 
+def test_characters_that_came_before_a_cut_one_read_alike_in_every_block() -> None:
+    """Byte fallback breaks all bytes of a run for one that is cut: the run must not be longer."""
+    first = len(WORDS)
+    euro = [first + 2, first + 3, first + 4]
+    ids = [*euro, *euro, first, *euro[:2]]
+    one_by_one = "".join(stream(FALLBACK, [0], [[id] for id in ids]))
+    assert one_by_one.startswith("\u20ac\u20ac\n" + BROKEN)
+    for cut in range(1, len(ids)):
+        assert "".join(stream(FALLBACK, [0], [ids[:cut], ids[cut:]])) == one_by_one
+
+
 def expected(ids: list[int], stop: tuple[str, ...]) -> tuple[str, str | None, int]:
     """Text, stop string and number of ids used, by the definition: id after id."""
     for count in range(1, len(ids) + 1):

@@ -20,6 +20,7 @@ from outrider.actors.vocabulary import Vocabulary
 ALPHABET = "ab \n\r1é🙂"
 SPECIAL = ("<s>", "</s>", "<|user|>")
 KINDS = ("byte-level", "unigram", "sentence-piece")
+LACKING = ("no bytes", "no unknown")  # what they cannot spell is unknown, or an error of theirs
 
 
 def make_text(rng: random.Random, length: int) -> str:
@@ -37,6 +38,8 @@ def make_tokenizer(
         "byte-level": _byte_level,
         "unigram": _unigram,
         "sentence-piece": _sentence_piece,
+        "no bytes": _without_bytes,
+        "no unknown": lambda rng: _without_bytes(rng, unknown=False),
     }[kind]
     tokenizer = make(rng)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
@@ -89,6 +92,21 @@ def _unigram(rng: random.Random) -> Tokenizer:
     return tokenizer
 
 
+def _without_bytes(rng: random.Random, *, unknown: bool = True) -> Tokenizer:
+    """Unigram over characters, XLM-R's way; without an unknown token it raises at what it lacks."""
+    tokens = [p for p in _pieces(rng) if "é" not in p]
+    rng.shuffle(tokens)
+    scored = [(token, -rng.uniform(1, 9)) for token in tokens]
+    if unknown:
+        scored = [("<unk>", 0.0), *scored]
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=0 if unknown else None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
+    )
+    tokenizer.decoder = decoders.Metaspace()
+    return tokenizer
+
+
 def _sentence_piece(rng: random.Random) -> Tokenizer:
     """BPE with byte fallback, Llama's way: spaces replaced and one prepended by a normalizer."""
     characters = [*ALPHABET.replace(" ", "\u2581")]
@@ -117,6 +135,26 @@ def _sentence_piece(rng: random.Random) -> Tokenizer:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
     )
     return tokenizer
+
+
+def make_word_pieces(
+    words: list[str], special: tuple[str, ...] = ("<s>", "</s>")
+) -> PreTrainedTokenizerBase:
+    """A tokenizer of these pieces, each the likelier the longer it is, and of single bytes."""
+    pieces = [word.replace(" ", "\u2581") for word in words]
+    scored = [("<unk>", 0.0), *((piece, -5.0 / len(piece)) for piece in pieces)]
+    scored += [(piece, -20.0) for piece in _byte_pieces()]
+    if "\u2581" not in pieces:
+        scored.append(("\u2581", -6.0))
+    tokenizer = Tokenizer(models.Unigram(scored, unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token=special[0], eos_token=special[1]
+    )
 
 
 def make_report(tokenizer: PreTrainedTokenizerBase, num_logits: int | None = None) -> LoadReport:
