@@ -149,6 +149,8 @@ async def test_health_models_and_metrics_answer(http: httpx.AsyncClient, url: st
     models = (await http.get("/v1/models")).json()
     assert [(m["id"], m["max_model_len"]) for m in models["data"]] == [("tiny", 128)]
     await complete(http)
+    page = await http.get("/status")
+    assert page.status_code == 200 and "<title>tiny: " in page.text and "noisy" in page.text
     stats = await coordinator().snapshot.remote()
     settings = (await coordinator().settings.remote()).metrics
     async with httpx.AsyncClient(trust_env=False) as client:

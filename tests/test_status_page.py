@@ -117,6 +117,15 @@ async def test_scrapes_are_remembered_for_the_page() -> None:
         assert "last 15 s" in (await client.get("/status")).text
 
 
+async def test_each_ingress_remembers_what_it_saw_itself() -> None:
+    coordinator, clock = FakeCoordinator(), Clock()
+    async with client_over(coordinator, clock) as one, client_over(coordinator, clock) as other:
+        await one.get("/status")
+        clock.now = 5.0
+        assert "last 5 s" in (await one.get("/status")).text
+        assert "last" not in text_of((await other.get("/status")).text)
+
+
 async def test_every_draft_and_position_has_its_number_beside_its_bar() -> None:
     now = served(200)
     page = render_status("big", look(read(now)), None)

@@ -18,7 +18,7 @@ from outrider.actors.stats import Snapshot
 from outrider.cluster.errors import ConfigError, UnavailableError
 from outrider.deploy.cli import main
 from outrider.deploy.ingress import Ingress
-from outrider.deploy.metrics import render
+from outrider.deploy.metrics import render, serve_metrics
 from outrider.deploy.routes import build_routes
 from outrider.deploy.top import Watch
 
@@ -172,26 +172,42 @@ def read_until(terminal: int, is_there: Callable[[bytes], bool], seconds: float 
 
 
 def test_in_a_terminal_it_waits_for_the_server_and_leaves_the_screen_as_it_was() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    terminal, its_side = pty.openpty()
-    command = "import sys; from outrider.deploy.cli import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", command, "top", f"127.0.0.1:{port}", "--interval", "0.2"],
-        stdin=its_side,
-        stdout=its_side,
-        stderr=its_side,
-        env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
-    )
-    os.close(its_side)
+    coordinator = FakeCoordinator(illness=UnavailableError("the target is loading"))
+    coordinator.snapshot = snapshot()
+    app = build_routes(Ingress(SETTINGS, coordinator, CharTokenizer()))
+    with serve_http(app) as url:
+        terminal, its_side = pty.openpty()
+        command = "import sys; from outrider.deploy.cli import main; sys.exit(main())"
+        process = subprocess.Popen(
+            [sys.executable, "-c", command, "top", url, "--interval", "0.2"],
+            stdin=its_side,
+            stdout=its_side,
+            stderr=its_side,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "40"},
+        )
+        os.close(its_side)
+        try:
+            words = b"the target is loading; trying again every 0.2 s"
+            shown = read_until(terminal, lambda shown: shown.count(words) >= 2)
+            assert b"acceptance rate" not in shown
+            coordinator.illness = None
+            read_until(terminal, lambda shown: shown.count(b"acceptance rate") >= 2)
+            process.send_signal(signal.SIGINT)
+            left = read_until(terminal, lambda shown: b"\x1b[?1049l" in shown)
+            assert b"\x1b[?25h" in left, "the cursor is back"
+            assert b"Traceback" not in left
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
+            os.close(terminal)
+
+
+def test_it_reads_a_metrics_port_too() -> None:
+    server = serve_metrics(make_settings(port=0), snapshot)
+    assert server is not None
     try:
-        read_until(terminal, lambda shown: shown.count(b"trying again every 0.2 s") >= 2)
-        process.send_signal(signal.SIGINT)
-        left = read_until(terminal, lambda shown: b"\x1b[?1049l" in shown)
-        assert b"\x1b[?25h" in left, "the cursor is back"
-        assert b"Traceback" not in left
-        assert process.wait(30) == 0
+        with Watch(f"127.0.0.1:{server.port}") as watch:
+            assert printed(watch.look())[0] == "big"
     finally:
-        process.kill()
-        process.wait()
-        os.close(terminal)
+        server.close()
