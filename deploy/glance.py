@@ -122,6 +122,11 @@ def look(now: Counts, then: Counts | None = None, seconds: float | None = None) 
     )
 
 
+def latest(total: Glance, recent: Glance | None) -> Glance:
+    """The one to show first: what happened lately if there was traffic, else all of it."""
+    return total if recent is None or recent.is_idle else recent
+
+
 def quantile(histogram: Histogram, q: float) -> float | None:
     """As Prometheus' histogram_quantile: evenly spread in its bucket, at most the last bound."""
     rank = q * sum(histogram.counts)

@@ -5,7 +5,7 @@ from functools import cache
 from jinja2 import DictLoader, Environment, StrictUndefined
 
 from outrider.deploy import figures, status_template
-from outrider.deploy.glance import SPACING_S, Glance
+from outrider.deploy.glance import SPACING_S, Glance, latest
 
 HEADERS = {
     "cache-control": "no-store",
@@ -15,7 +15,7 @@ HEADERS = {
 
 def render_status(model: str, total: Glance, recent: Glance | None) -> str:
     """The page: what happened lately where there was traffic, else since the start."""
-    shown = total if recent is None or recent.is_idle else recent
+    shown = latest(total, recent)
     speed = figures.SPEED[0 if shown.tokens_per_s is not None else 1]
     rate = figures.percent(shown.acceptance_rate)
     return _render(

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from outrider.cluster.errors import ConfigError, OutriderError, UnavailableError
 from outrider.deploy import figures
-from outrider.deploy.glance import Counts, Glance, look
+from outrider.deploy.glance import Counts, Glance, latest, look
 from outrider.deploy.metrics import parse
 from outrider.deploy.transports import check_status
 
@@ -109,7 +109,7 @@ class Frame:
     def __init__(self, model: str, total: Glance, recent: Glance | None) -> None:
         self._model = _printable(model)
         self._total = total
-        self._shown = total if recent is None or recent.is_idle else recent
+        self._shown = latest(total, recent)
         self._glances = [total] if recent is None else [recent, total]
 
     def __rich__(self) -> RenderableType:
