@@ -166,7 +166,7 @@ def health(ask: Queries) -> list[Panel]:
         ),
         stat(
             "Target rebuilt",
-            "Times so far that the target was lost and made anew; any new one is worth a look at the"
+            "Times so far that the target was lost and made anew; a new one is worth a look at the"
             " log: see the runbook OutriderTargetLost.",
             Target(ask.level("target_rebuilds"), MODEL),
             unit="short",
