@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -74,13 +74,15 @@ class Coordinator:
         self.lives.append(fresh())
 
 
-def truth(instrument: Instrument, coordinators: Iterable[Coordinator]) -> Counter[tuple[str, ...]]:
-    total: Counter[tuple[str, ...]] = Counter()
+def truth(
+    instrument: Instrument, coordinators: Iterable[Coordinator]
+) -> dict[tuple[str, ...], float]:
+    total: dict[tuple[str, ...], float] = defaultdict(float)
     for coordinator in coordinators:
         for life in coordinator.lives:
             for labels, value in instrument.read(Snapshot(life, coordinator.levels)).items():
                 assert not isinstance(value, Histogram)
-                total[labels] += value  # type: ignore[assignment]
+                total[labels] += value
     return total
 
 
@@ -102,13 +104,13 @@ class Prometheus:
             for series in self.get("query", query=query)["result"]
         }
 
-    def growth(self, name: str, labels: tuple[str, ...]) -> Counter[tuple[str, ...]]:
+    def growth(self, name: str, labels: tuple[str, ...]) -> dict[tuple[str, ...], float]:
         """What a counter grew by in all of its samples, of all coordinators.
 
         As Prometheus defines it, without its guess about the time around the samples: a value
         below the one before means that the counter began again at zero.
         """
-        total: Counter[tuple[str, ...]] = Counter()
+        total: dict[tuple[str, ...], float] = defaultdict(float)
         for series in self.get("query", query=f"{name}[{WINDOW}]")["result"]:
             key = tuple(series["metric"][label] for label in labels)
             values = [float(value) for _, value in series["values"]]
