@@ -117,7 +117,7 @@ def bargauge(
 def heatmap(
     title: str, description: str, target: Target, *, unit: str, no_value: str = "no traffic"
 ) -> Panel:
-    """A histogram's buckets over time."""
+    """A histogram's buckets, which are in `unit`, over time."""
     options: Json = {
         "calculate": False,
         "cellGap": 1,
@@ -128,7 +128,7 @@ def heatmap(
         "yAxis": {"unit": unit, "axisPlacement": "left"},
     }
     return Panel(
-        "heatmap", title, description, [target], unit, 8, 8, no_value, options, format="heatmap"
+        "heatmap", title, description, [target], "cps", 8, 8, no_value, options, format="heatmap"
     )
 
 
@@ -210,6 +210,7 @@ def query_variable(name: str, label: str, query: str) -> Json:
 
 def _datasource_variable() -> Json:
     return {
+        "current": {},
         "includeAll": False,
         "label": "Data source",
         "multi": False,

@@ -58,6 +58,7 @@ def glance(ask: Queries) -> list[Panel]:
             Target(ask.payoff(), DRAFT),
             unit=TIMES,
             steps=RED_BELOW_ONE,
+            bounds={"max": 4},
         ),
         table(
             "Drafts side by side",

@@ -5,11 +5,11 @@ from outrider.deploy.panels import MODEL, RATE, RED_BELOW_ONE, SECONDS, SHARE, T
 from outrider.deploy.promql import Queries, ratio, share
 
 NOBODY = "no coordinator"
-RED_FROM_ONE = ((0.0, "green"), (1.0, "red"))
 
 
 def speed(ask: Queries) -> list[Panel]:
     """How fast tokens come, and where the time goes."""
+    first_tokens = ask.rate("time_to_first_token_seconds", "le", part="_bucket")
     return [
         timeseries(
             "Output by source",
@@ -71,7 +71,7 @@ def speed(ask: Queries) -> list[Panel]:
             "Time to first token, spread",
             "Answers by their time to first token; two bands mean two kinds of requests, such as"
             " short and long prompts, which one quantile would hide.",
-            Target(ask.rate("time_to_first_token_seconds", "le", part="_bucket"), "{{le}}"),
+            Target(f"sum by (le) ({first_tokens})", "{{le}}"),
             unit=SECONDS,
         ),
         timeseries(
@@ -166,12 +166,11 @@ def health(ask: Queries) -> list[Panel]:
         ),
         stat(
             "Target rebuilt",
-            "Times that the target was lost and made anew since its coordinator started; any is"
-            " worth a look at the log: see the runbook OutriderTargetLost.",
+            "Times so far that the target was lost and made anew; a new one is worth a look at the"
+            " log: see the runbook OutriderTargetLost.",
             Target(ask.level("target_rebuilds"), MODEL),
             unit="short",
             no_value="never",
-            steps=RED_FROM_ONE,
         ),
         timeseries(
             "Requests",
@@ -209,8 +208,8 @@ def health(ask: Queries) -> list[Panel]:
         ),
         timeseries(
             "Draft replicas lost",
-            "Since the coordinator started, replicas that stopped answering (quarantined) and that"
-            " were replaced (deaths); each step is an event: see the node's log of that time.",
+            "Replicas so far that stopped answering (quarantines), and those of them that were"
+            " replaced (deaths); each step is an event: see the node's log of that time.",
             Target(ask.level("draft_quarantines", "draft"), "{{draft}}: quarantines"),
             Target(ask.level("draft_deaths", "draft"), "{{draft}}: deaths"),
             unit="short",
@@ -225,8 +224,8 @@ def health(ask: Queries) -> list[Panel]:
         ),
         timeseries(
             "Errors and refusals",
-            "Answers that failed, and that were refused with 429, since the coordinator started;"
-            " each step is an event: see the log for errors, the queue for refusals.",
+            "Answers so far that failed, and that were refused with 429; each step is an event: see"
+            " the log for errors, the queue for refusals.",
             Target(ask.level("requests", where=('reason="error"',)), "failed of {{model}}"),
             Target(ask.level("rejected_requests"), "refused of {{model}}"),
             unit="short",

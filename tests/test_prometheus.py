@@ -1,143 +1,44 @@
 """A real Prometheus scrapes two coordinators: its totals are the truth, and every query has data.
 
-Every target is scraped twice, the second time with `ray_` before each name, so that the
-queries for Ray's metrics are tried as well.
+Every target is scraped twice, the second time with `ray_` before each name, so that the queries
+for Ray's metrics are tried as well; tests.acceptance.ray_metrics tries them on Ray's own agents.
 """
 
 import contextlib
 import dataclasses
-import json
 import math
-import shutil
-import socket
-import subprocess
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from itertools import pairwise
-from pathlib import Path
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import yaml
 
-from outrider.actors.requests import SpeculationCounts
-from outrider.actors.stats import Histogram, Levels, Pool, Snapshot, Stats
+from outrider.actors.stats import Pool
 from outrider.deploy.instruments import INSTRUMENTS, Instrument
 from outrider.deploy.metrics import serve_metrics
-from outrider.deploy.rules import make_rules
 
 from .queries import PREFIXES, panel_queries, rule_queries, substituted
-from .snapshots import DRAFTS, METHODS, fresh, levels, make_settings, serve
+from .snapshots import DRAFTS, levels, make_settings
+from .watched import (
+    BLOCKS,
+    PROMETHEUS,
+    WINDOW,
+    Coordinator,
+    Prometheus,
+    acceptance,
+    acceptance_at,
+    running_prometheus,
+    truth,
+)
 
-PROMETHEUS = shutil.which("prometheus")
 pytestmark = pytest.mark.skipif(
     PROMETHEUS is None, reason="prometheus is not installed (Debian: prometheus)"
 )
-DEADLINE_S = 60.0
-WINDOW = "5m"  # longer than the test: everything is in it
 STEM = "outrider_spec_decode_num"
 
-# Blocks (drafted, accepted) of each draft, over and over: the acceptance of any whole number of
-# them is the same, whenever Prometheus looks.
-BLOCKS = {
-    "lookup": [(2, 2), (2, 0), (1, 1), (2, 1)],
-    "small": [(4, 4), (4, 3), (4, 1), (4, 0), (3, 3), (2, 1)],
-}
 
-
-def acceptance(draft: str) -> float:
-    return sum(a for _, a in BLOCKS[draft]) / sum(d for d, _ in BLOCKS[draft])
-
-
-def acceptance_at(draft: str, position: int, *, where_drafted: bool) -> float:
-    blocks = [(d, a) for d, a in BLOCKS[draft] if d > position or not where_drafted]
-    return sum(a > position for _, a in blocks) / len(blocks)
-
-
-@dataclass
-class Coordinator:
-    """What one coordinator counts; after a restart, from zero."""
-
-    levels: Levels
-    lives: list[Stats] = field(default_factory=lambda: [fresh()])
-
-    def read(self) -> Snapshot:
-        return Snapshot(self.lives[-1], self.levels)
-
-    def work(self, seed: int, num_periods: int) -> None:
-        """Count whole periods of blocks, and some of everything else, in one moment."""
-        stats = fresh()
-        serve(stats, seed)
-        for name, draft in stats.drafts.items():
-            draft.counts, draft.methods = SpeculationCounts(), {}
-            draft.expect(METHODS[name], DRAFTS[name])
-            for drafted, accepted in BLOCKS[name] * num_periods:
-                for method in METHODS[name]:
-                    draft.record(method, drafted, accepted)
-                    draft.spend(method, 1000.0)  # which nothing can pay for
-        self.lives[-1] = stats
-
-    def restart(self) -> None:
-        self.lives.append(fresh())
-
-
-class Prometheus:
-    """A running server, asked over HTTP."""
-
-    def __init__(self, port: int) -> None:
-        self._url = f"http://127.0.0.1:{port}"
-
-    def get(self, path: str, **parameters: str) -> Any:
-        url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
-        with urllib.request.urlopen(url, timeout=DEADLINE_S) as page:
-            return json.load(page)["data"]
-
-    def ask(self, query: str, *labels: str) -> dict[tuple[str, ...], float]:
-        """The values of an expression now, by these labels."""
-        return {
-            tuple(series["metric"].get(label, "") for label in labels): float(series["value"][1])
-            for series in self.get("query", query=query)["result"]
-        }
-
-    def growth(self, name: str, labels: tuple[str, ...]) -> Counter[tuple[str, ...]]:
-        """What a counter grew by in all of its samples, of all coordinators.
-
-        As Prometheus defines it, without its guess about the time around the samples: a value
-        below the one before means that the counter began again at zero.
-        """
-        total: Counter[tuple[str, ...]] = Counter()
-        for series in self.get("query", query=f'{name}{{job="outrider"}}[{WINDOW}]')["result"]:
-            key = tuple(series["metric"][label] for label in labels)
-            values = [float(value) for _, value in series["values"]]
-            total[key] += sum(b - a if b >= a else b for a, b in pairwise(values))
-        return total
-
-    def wait(self, is_so: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + DEADLINE_S
-        while True:
-            with contextlib.suppress(urllib.error.URLError):
-                if is_so():
-                    return
-            assert time.monotonic() < deadline, what
-            time.sleep(0.1)
-
-    def wait_for_rounds(self, coordinators: Iterable[Coordinator]) -> None:
-        """Until it has seen the present counts of every coordinator, under both names."""
-        expected = sorted(each.lives[-1].rounds for each in coordinators)
-
-        def is_seen() -> bool:
-            seen = [self.ask(f"{prefix}outrider_rounds_total", "instance") for prefix in PREFIXES]
-            return all(sorted(values.values()) == expected for values in seen)
-
-        self.wait(is_seen, f"rounds never became {expected}")
-
-
-def configuration(ports: Iterable[int]) -> str:
+def scrape_configs(ports: Iterable[int]) -> list[dict[str, Any]]:
+    """One job for our names, one for the same under Ray's prefix."""
     targets = [{"targets": [f"127.0.0.1:{port}" for port in ports]}]
     renamed = {
         "source_labels": ["__name__"],
@@ -145,42 +46,21 @@ def configuration(ports: Iterable[int]) -> str:
         "target_label": "__name__",
         "replacement": "ray_$1",
     }
-    return yaml.safe_dump(
-        {
-            "global": {"scrape_interval": "500ms", "evaluation_interval": "500ms"},
-            "rule_files": ["rules.yml"],
-            "scrape_configs": [
-                {"job_name": "outrider", "static_configs": targets},
-                {"job_name": "ray", "static_configs": targets, "metric_relabel_configs": [renamed]},
-            ],
-        }
-    )
+    return [
+        {"job_name": "outrider", "static_configs": targets},
+        {"job_name": "ray", "static_configs": targets, "metric_relabel_configs": [renamed]},
+    ]
 
 
-@contextlib.contextmanager
-def running_prometheus(folder: Path, ports: Iterable[int]) -> Iterator[Prometheus]:
-    assert PROMETHEUS is not None
-    (folder / "prometheus.yml").write_text(configuration(ports))
-    (folder / "rules.yml").write_text(make_rules(""))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with (folder / "log").open("w") as log:
-        process = subprocess.Popen(
-            [
-                PROMETHEUS,
-                f"--config.file={folder}/prometheus.yml",
-                f"--storage.tsdb.path={folder}/data",
-                f"--web.listen-address=127.0.0.1:{port}",
-            ],
-            stdout=log,
-            stderr=log,
-        )
-    try:
-        yield Prometheus(port)
-    finally:
-        process.terminate()
-        process.wait(DEADLINE_S)
+def wait_until_seen(prometheus: Prometheus, coordinators: Iterable[Coordinator]) -> None:
+    """Until it has the present counts of every coordinator, under both names."""
+    expected = sorted(each.lives[-1].rounds for each in coordinators)
+
+    def is_seen() -> bool:
+        seen = [prometheus.ask(f"{prefix}outrider_rounds_total", "instance") for prefix in PREFIXES]
+        return all(sorted(values.values()) == expected for values in seen)
+
+    prometheus.wait(is_seen, f"rounds never became {expected}")
 
 
 @dataclass(frozen=True)
@@ -206,28 +86,16 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
             stack.callback(server.close)
             ports.append(server.port)
         folder = tmp_path_factory.mktemp("prometheus")
-        prometheus = stack.enter_context(running_prometheus(folder, ports))
-        prometheus.wait_for_rounds(
-            both
-        )  # zeros: what is there before the first sample is no growth
+        prometheus = stack.enter_context(running_prometheus(folder, "", scrape_configs(ports)))
+        wait_until_seen(prometheus, both)  # zeros: only what comes after a first sample is growth
         first.work(1, num_periods=100)
         second.work(2, num_periods=300)
-        prometheus.wait_for_rounds(both)
+        wait_until_seen(prometheus, both)
         second.restart()
-        prometheus.wait_for_rounds(both)
+        wait_until_seen(prometheus, both)
         second.work(3, num_periods=100)
-        prometheus.wait_for_rounds(both)
+        wait_until_seen(prometheus, both)
         yield Scene(prometheus, both)
-
-
-def truth(instrument: Instrument, coordinators: Iterable[Coordinator]) -> Counter[tuple[str, ...]]:
-    total: Counter[tuple[str, ...]] = Counter()
-    for coordinator in coordinators:
-        for life in coordinator.lives:
-            for labels, value in instrument.read(Snapshot(life, coordinator.levels)).items():
-                assert not isinstance(value, Histogram)
-                total[labels] += value  # type: ignore[assignment]
-    return total
 
 
 @pytest.mark.parametrize(
