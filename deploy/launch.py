@@ -25,6 +25,7 @@ import httpx
 import psutil
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from ray.serve import Application
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
@@ -200,7 +201,7 @@ def _application(
         build = app.build
     try:
         report(f"deploying {file.settings.model_name}")
-        serve.start(http_options=file.http_options, logging_config=file.logging_config)
+        _start_serve(file)
         target = serve.RunTarget(build(file.settings), file.name, file.route_prefix)
         serve.run_many(
             [target],
@@ -212,6 +213,16 @@ def _application(
         _within(
             _STOP_SERVE_S, serve.shutdown if address is None else lambda: serve.delete(file.name)
         )
+
+
+def _start_serve(file: ServeFile) -> None:
+    try:
+        serve.start(http_options=file.http_options, logging_config=file.logging_config)
+    except (RayError, TimeoutError) as error:
+        raise UnavailableError(
+            "Ray Serve could not start its HTTP proxy in time: the machine may be overloaded; "
+            "try again"
+        ) from error
 
 
 def _wait_until_ready(
