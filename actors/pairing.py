@@ -14,7 +14,6 @@ from typing import Literal
 
 from outrider.actors.messages import LoadReport, Method
 from outrider.actors.spelling import Piece, Spelling
-from outrider.actors.vocabulary import explain_difference
 from outrider.cluster.errors import ConfigError
 
 Wanted = Literal["auto", "string", "token"]
@@ -61,8 +60,8 @@ def pair_up(target: LoadReport, draft: LoadReport, wanted: Wanted) -> "tuple[Pai
 
 def has_same_vocabulary(target: LoadReport, draft: LoadReport) -> bool:
     """Whether every id that the target may emit is the same token to the draft and its model."""
-    difference = explain_difference(target.vocabulary, draft.vocabulary)
-    return difference is None and draft.num_ids >= target.num_ids
+    same = target.vocabulary.digest == draft.vocabulary.digest
+    return same and draft.num_ids >= target.num_ids
 
 
 class Pair:
@@ -71,6 +70,7 @@ class Pair:
     def __init__(self, target: Spelling, draft: Spelling) -> None:
         self.target = target
         self.draft = draft
+        self.has_text = target.keeps_text and draft.keeps_text  # else ids are read one by one
         self.to_target: dict[int, int] = {}  # draft id -> target id, one to one
         for piece, id in draft.ids.items():
             if piece in target.ids:
@@ -81,8 +81,7 @@ class Pair:
     def examine(self, wanted: Wanted) -> PairReport:
         """What can serve the pair of what is `wanted`; ConfigError says why nothing can."""
         target, draft = self.target, self.draft
-        keeps_text = target.keeps_text(), draft.keeps_text()
-        self.has_text = all(keeps_text)
+        keeps_text = target.keeps_text, draft.keeps_text
         methods: list[Method] = []
         if self.has_text and wanted != "token":
             methods.append("string")

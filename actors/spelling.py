@@ -81,10 +81,11 @@ class Spelling:
         self.roles = {role: id for role, id in data.roles.items() if id < num_ids}
         self.lead = data.lead if data.lead in self.roles.values() else None
         self.unknown_id = _find_unknown(definition["model"], vocabulary, num_ids)
+        markers = {self.unknown_id, *data.roles.values()}
         for id, token in vocabulary.tokens.items():
             if id >= num_ids:
                 continue
-            if added.get(token, False) or id in (self.unknown_id, *data.roles.values()):
+            if added.get(token, False) or id in markers:
                 self.special[id] = token
             elif spelled := _spell(token, self.script, is_added=token in added):
                 self.pieces[id] = spelled
@@ -137,6 +138,7 @@ class Spelling:
                 pieces += self._split_text(part, (_WORDS, _CHARACTERS))
         return pieces
 
+    @cached_property
     def keeps_text(self) -> bool:
         """Whether texts made of its own pieces come back; word lists, for example, lose spaces."""
         draw = random.Random(0)  # the same sample for everybody

@@ -54,27 +54,6 @@ class Vocabulary:
         return [index for index in range(num_logits) if index not in self.tokens]
 
 
-def explain_difference(target: Vocabulary, draft: Vocabulary) -> str | None:
-    """How the draft's vocabulary differs from the target's, as a sentence; None if it does not."""
-    if target.digest == draft.digest:
-        return None
-    different = sorted(
-        index
-        for index in target.tokens.keys() | draft.tokens.keys()
-        if target.tokens.get(index) != draft.tokens.get(index)
-    )
-    first = different[0]
-    return (
-        f"the vocabularies differ in {len(different)} of {max(target.size, draft.size)} ids, "
-        f"first at id {first}: {_name(target, first)} in the target, "
-        f"{_name(draft, first)} in the draft"
-    )
-
-
-def _name(vocabulary: Vocabulary, index: int) -> str:
-    return repr(vocabulary.tokens[index]) if index in vocabulary.tokens else "no token"
-
-
 def find_end_ids(generation: object, config: object, tokenizer: object) -> tuple[int, ...]:
     """The ids that end an answer, each given as an id, several, or None for unknown.
 
