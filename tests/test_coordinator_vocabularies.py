@@ -68,7 +68,8 @@ async def test_ids_are_plain_decodings_and_a_replaced_draft_goes_on(tmp_path: Pa
             return found
 
         assert await serve() == expected
-        assert set(await methods()) == {"string", "token"}
+        used = {method for method, of in (await methods()).items() if of.num_calls}
+        assert used == {"string", "token"}
         send(signal.SIGKILL, worker_pids("DraftWorker"))
         drafted = sum(of.num_draft_tokens for of in (await methods()).values())
 
