@@ -12,9 +12,7 @@ import functools
 import logging
 import os
 import time
-from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ray.actor import ActorHandle
@@ -29,6 +27,7 @@ from outrider.actors.requests import Delta, GenerateRequest, ModelCard
 from outrider.actors.scheduler import Batch, Plan, Scheduler
 from outrider.actors.sequence import Sequence
 from outrider.actors.stats import DraftStats, Levels, Sink, Snapshot, Stats
+from outrider.actors.streams import Streams
 from outrider.actors.target import TargetWorker
 from outrider.actors.text import Detokenize
 from outrider.actors.vocabulary import load_tokenizer
@@ -69,14 +68,6 @@ def decode_with_tokenizer(settings: Settings) -> Detokenize:
 def no_sinks(_: Settings) -> list[Sink]:
     """The counts stay where they are."""
     return []
-
-
-@dataclass
-class _Stream:
-    """One request being served: where its deltas or its error go."""
-
-    sequences: list[Sequence]
-    items: asyncio.Queue[list[Delta] | Exception] = field(default_factory=asyncio.Queue)
 
 
 class Coordinator:
@@ -120,8 +111,7 @@ class Coordinator:
             max_num_batched_tokens=target.max_num_batched_tokens,
             stats=self.stats,
         )
-        self._alive: dict[int, Sequence] = {}
-        self._streams: dict[int, _Stream] = {}  # by sequence
+        self._streams = Streams()
         self._work = asyncio.Event()
         self._loop: asyncio.Task[None] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -165,23 +155,15 @@ class Coordinator:
         self.scheduler.check_size(len(request.prompts) * request.n)
         sequences = self._intake.sequences(request)
         self.scheduler.submit(sequences)
-        stream = _Stream(sequences)
-        for sequence in sequences:
-            self._alive[sequence.id] = sequence
-            self._streams[sequence.id] = stream
+        items = self._streams.open(sequences)
         self._latencies.arrive([s.id for s in sequences], time.monotonic())
         self.stats.prompt_tokens += sum(map(len, request.prompts))
         self._work.set()
-        num_open = len(sequences)
         try:
-            while num_open:
-                item = await stream.items.get()
-                if isinstance(item, Exception):
-                    raise item
-                num_open -= sum(delta.finish_reason is not None for delta in item)
+            async for item in items:
                 yield item
         finally:
-            given_up = [s for s in sequences if s.id in self._alive]
+            given_up = self._streams.living(sequences)
             if given_up:
                 self.stats.finished["abort"] += len(given_up)
                 self._forget(given_up)
@@ -275,7 +257,7 @@ class Coordinator:
         for draft in self._drafts:
             wanting = self.scheduler.wanting(plan, draft.num_speculative_tokens)
             if wanting:
-                await draft.propose(wanting, self._alive)
+                await draft.propose(wanting, self._streams.alive)
 
     async def _verify(self, batch: Batch) -> Outcomes | None:
         """One pass of the target; None when it was lost, after it is rebuilt."""
@@ -347,41 +329,27 @@ class Coordinator:
                 if attempt == _REBUILD_ATTEMPTS:
                     raise UnavailableError(f"the target cannot be rebuilt: {error}") from None
 
-    def _publish(self, deltas: Iterable[tuple[Sequence, Delta]]) -> None:
-        """Hand each stream its deltas of this round in one item; forget the finished."""
+    def _publish(self, deltas: list[tuple[Sequence, Delta]]) -> None:
+        """Hand out the deltas of a round; forget the finished."""
         now = time.monotonic()
-        items: dict[int, list[Delta]] = defaultdict(list)
-        streams: dict[int, _Stream] = {}
-        finished = []
+        self._streams.send(deltas)
         for sequence, delta in deltas:
-            stream = self._streams[sequence.id]
-            streams[id(stream)] = stream
-            items[id(stream)].append(delta)
             is_last = delta.finish_reason is not None
             self._latencies.emit(sequence.id, len(delta.ids), now, is_last=is_last)
-            if is_last:
-                finished.append(sequence)
-        for key, stream in streams.items():
-            stream.items.put_nowait(items[key])
-        self._forget(finished)
+        self._forget([sequence for sequence, delta in deltas if delta.finish_reason is not None])
 
     def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
         """End sequences with an error; the other answers of the same request end with them."""
-        streams = {id(s): s for s in map(self._streams.get, (q.id for q in sequences)) if s}
-        for stream in streams.values():
-            stream.items.put_nowait(error)
-            ended = [s for s in stream.sequences if s.id in self._alive]
-            self.stats.finished["error"] += len(ended)
-            self._forget(ended)
+        ended = self._streams.fail(sequences, error)
+        self.stats.finished["error"] += len(ended)
+        self._forget(ended)
 
     def _forget(self, sequences: list[Sequence]) -> None:
         """Free everything that belongs to sequences, wherever it is."""
         ids = [sequence.id for sequence in sequences]
         self.scheduler.remove(ids)
         self._latencies.forget(ids)
-        for id_ in ids:
-            self._alive.pop(id_, None)
-            self._streams.pop(id_, None)
+        self._streams.forget(ids)
         for draft in self._drafts:
             draft.forget(ids)
 
@@ -390,7 +358,7 @@ class Coordinator:
         if error is not None:
             logger.error("the serving loop ended", exc_info=error)
         reason = error if isinstance(error, OutriderError) else "the serving loop ended"
-        self._fail(list(self._alive.values()), UnavailableError(str(reason)))
+        self._fail(list(self._streams.alive.values()), UnavailableError(str(reason)))
 
     def _check_running(self) -> None:
         if self._loop is None:

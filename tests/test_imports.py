@@ -30,7 +30,7 @@ PURE = [
     "philox", "requests", "sampling", "scheduler", "selfcheck", "sequence", "shaping", "spelling",
     "stats", "text", "verify", "vocabulary",
 ]  # fmt: skip
-SHELLS = ["__init__", "coordinator", "draft", "drafting", "target"]
+SHELLS = ["__init__", "coordinator", "draft", "drafting", "streams", "target"]
 CLOCKS_AND_MACHINERY = {"ray", "fastapi", "starlette", "httpx", "asyncio", "time", "datetime"}
 
 
