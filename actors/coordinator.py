@@ -7,10 +7,12 @@ and that the loss of the target costs a rebuild: running streams go on from thei
 """
 
 import asyncio
+import contextlib
 import copy
 import functools
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Mapping
 from typing import Any
@@ -95,10 +97,11 @@ class Coordinator:
         self.stats = Stats(drafts={draft.name: DraftStats() for draft in settings.drafts})
         self._latencies = Latencies(self.stats)
         self._sinks = make_sinks(settings)
+        self._telling = threading.Lock()
         target = settings.target
         self._target = TargetGroup(
             lambda rank: make_actor(
-                target_class, rank_options(target, rank), target, rank, settings.timeouts.round_s
+                target_class, rank_options(target, rank), target, rank, settings.timeouts.load_s
             ),
             target.tensor_parallel_size,
             load_timeout_s=settings.timeouts.load_s,
@@ -157,7 +160,7 @@ class Coordinator:
         self.scheduler.submit(sequences)
         items = self._streams.open(sequences)
         self._latencies.arrive([s.id for s in sequences], time.monotonic())
-        self.stats.prompt_tokens += sum(map(len, request.prompts))
+        self.stats.prompt_tokens += sum(s.num_prompt_ids for s in sequences)
         self._work.set()
         try:
             async for item in items:
@@ -207,8 +210,12 @@ class Coordinator:
         return copy.deepcopy(self.stats)
 
     async def measure(self) -> Snapshot:
-        """The counters now, and what is held. UnavailableError once there is nothing to tell."""
-        self._check_running()
+        """The counters now, and what is held. UnavailableError before there is anything."""
+        if self._loop is None:
+            raise UnavailableError("the coordinator has not started")
+        return self._measure()
+
+    def _measure(self) -> Snapshot:
         scheduler = self.scheduler
         num_rows = scheduler.num_running + scheduler.num_free_rows
         levels = Levels(
@@ -219,8 +226,9 @@ class Coordinator:
             cached_tokens=scheduler.num_cached_tokens,
             cache_tokens=num_rows * self._report.max_model_len,
             pools={draft.name: draft.pool for draft in self._drafts},
+            is_ready=self._is_ready,
         )
-        return Snapshot(await self.snapshot(), levels)
+        return Snapshot(copy.deepcopy(self.stats), levels)
 
     def shutdown(self) -> None:
         """End the loop and every worker."""
@@ -230,6 +238,9 @@ class Coordinator:
         for draft in self._drafts:
             draft.kill()
         self._target.kill()
+        if self._loop is not None:
+            with contextlib.suppress(Exception):  # it is not what ends the coordinator
+                self._tell(self._measure())
 
     async def _run(self) -> None:
         """Plan, draft, verify, commit; waiting for drafts no longer than their deadlines."""
@@ -249,8 +260,9 @@ class Coordinator:
             outcomes = await self._verify(batch)
             if outcomes is not None:
                 self._publish(self.scheduler.commit(batch, outcomes))
-                self.stats.draft_wait_seconds += proposed - begin
-                self.stats.round_seconds += time.monotonic() - begin
+                rounds = self.stats.rounds[batch.kind]
+                rounds.draft_wait_seconds += proposed - begin
+                rounds.seconds += time.monotonic() - begin
 
     async def _propose(self, plan: Plan) -> None:
         """Ask the drafts in their order; each only for the sequences still without a proposal."""
@@ -306,13 +318,20 @@ class Coordinator:
         told = ""
         while True:
             await asyncio.sleep(_WRITE_S)
+            failure = ""
             try:
-                snapshot = await self.measure()
-                for sink in self._sinks:
-                    await asyncio.to_thread(sink.write, snapshot)
+                await asyncio.to_thread(self._tell, self._measure())
             except Exception as error:
-                if told != (told := repr(error)):
-                    logger.warning("metrics were not written, serving goes on: %s", told)
+                failure = repr(error)
+                if failure != told:
+                    logger.warning("metrics were not written, serving goes on: %s", failure)
+            told = failure
+
+    def _tell(self, snapshot: Snapshot) -> None:
+        """Hand a snapshot to every sink."""
+        with self._telling:
+            for sink in self._sinks:
+                sink.write(snapshot)
 
     async def _rebuild(self) -> None:
         """Make the target anew; every running sequence is prefilled again by the next rounds."""
@@ -354,6 +373,7 @@ class Coordinator:
             draft.forget(ids)
 
     def _on_loop_end(self, loop: asyncio.Task[None]) -> None:
+        self._is_ready = False
         error: BaseException | None = None if loop.cancelled() else loop.exception()
         if error is not None:
             logger.error("the serving loop ended", exc_info=error)

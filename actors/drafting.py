@@ -85,6 +85,8 @@ class LookupDraft:
                 base = len(sequence.committed)
                 sequence.proposal = Proposal(self.name, base, ids, method="prompt_lookup")
                 self._stats.proposals += 1
+            else:
+                self._stats.fallbacks["empty"] += 1
         self._stats.spend("prompt_lookup", time.perf_counter() - begin)
 
     def forget(self, sequences: list[int]) -> None:
@@ -237,10 +239,14 @@ class PooledDraft:
             proposals: Proposals = await self._pool.members[index].call("propose", contexts)
             self._paces[index].record(work, time.monotonic() - begin)
             self._ledgers[index].receive(proposals, alive)
+            num_proposed = sum(map(bool, proposals.ids))
             if index in self._late:
-                self._stats.late += sum(map(bool, proposals.ids))
+                self._stats.late += num_proposed
+            else:
+                self._stats.fallbacks["empty"] += len(contexts.sequence) - num_proposed
         except WorkerLostError:
-            self._stats.fallbacks["lost"] += len(contexts.sequence)
+            if index not in self._late:  # else the turn was counted at its deadline
+                self._stats.fallbacks["lost"] += len(contexts.sequence)
         finally:
             self._calls[index] = None
             self._late.discard(index)

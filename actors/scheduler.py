@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from outrider.actors.messages import Outcomes, Rows
 from outrider.actors.requests import Delta
 from outrider.actors.sequence import NO_BLOCK, Block, Sequence
-from outrider.actors.stats import Stats
+from outrider.actors.stats import RoundKind, Stats
 from outrider.cluster.errors import OverloadedError, RequestError
 
 
@@ -39,6 +39,14 @@ class Batch:
     rows: Rows
     sequences: list[Sequence]
     blocks: list[Block]
+
+    @property
+    def kind(self) -> RoundKind:
+        """What is in the pass beside one token of each row."""
+        num_drafted = sum(self.rows.num_drafted)
+        if self.rows.num_ids - num_drafted > len(self.rows.row):
+            return "prompt"
+        return "block" if num_drafted else "plain"
 
 
 class Scheduler:
@@ -176,7 +184,10 @@ class Scheduler:
     def commit(self, batch: Batch, outcomes: Outcomes) -> list[tuple[Sequence, Delta]]:
         """Commit every outcome; the rows of finished sequences are free afterwards."""
         stats = self._stats
-        self._count_round(batch.rows, outcomes.seconds)
+        rounds = stats.rounds[batch.kind]
+        rounds.rounds += 1
+        rounds.rows += len(batch.sequences)
+        rounds.verify_seconds += outcomes.seconds
         deltas = []
         for i, (sequence, block) in enumerate(zip(batch.sequences, batch.blocks, strict=True)):
             if sequence.id not in self._running:
@@ -227,15 +238,6 @@ class Scheduler:
     def _drop(self, draft: str | None, reason: str) -> None:
         if draft is not None:
             self._stats.drafts[draft].dropped[reason] += 1
-
-    def _count_round(self, rows: Rows, seconds: float) -> None:
-        stats = self._stats
-        stats.rounds += 1
-        stats.rows += len(rows.row)
-        stats.verify_seconds += seconds
-        if rows.num_ids == len(rows.row):  # one token of each: plain decoding
-            stats.plain_rounds += 1
-            stats.plain_verify_seconds += seconds
 
     def _release(self, sequence: Sequence) -> None:
         del self._running[sequence.id]

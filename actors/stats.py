@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Literal, Protocol, get_args
 
 from outrider.actors.messages import Method
 from outrider.actors.requests import SpeculationCounts
@@ -28,6 +28,10 @@ REQUEST_S = (
     480.0, 960.0, 1920.0, 7680.0,
 )  # fmt: skip
 NUM_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+
+# By what is in the pass: tokens of a prompt, else drafted tokens, else one token of each row.
+RoundKind = Literal["prompt", "block", "plain"]
+ROUND_KINDS: tuple[RoundKind, ...] = get_args(RoundKind)
 
 
 @dataclass
@@ -78,10 +82,10 @@ class DraftStats:
     counts: SpeculationCounts = field(default_factory=SpeculationCounts)
     methods: dict[Method, MethodStats] = field(default_factory=dict)
     proposals: int = 0  # that came with at least one token
-    late: int = 0  # of them, after their round had gone on without them
+    late: int = 0  # of them, after their deadline
     salvaged: int = 0  # of them, cut to what still continued the ids committed meanwhile
     dropped: Counter[str] = field(default_factory=Counter)  # of them, never verified, by reason
-    fallbacks: Counter[str] = field(default_factory=Counter)  # rounds of a sequence without it
+    fallbacks: Counter[str] = field(default_factory=Counter)  # turns without one in time, by reason
     quarantines: int = 0  # times a replica left the pool
     deaths: int = 0  # of them, those after which another actor was made
 
@@ -112,6 +116,17 @@ class DraftStats:
 
 
 @dataclass
+class RoundStats:
+    """What rounds of one kind did, and took."""
+
+    rounds: int = 0  # passes of the target that came to an end
+    rows: int = 0  # in them
+    seconds: float = 0.0  # whole rounds, from plan to publication
+    draft_wait_seconds: float = 0.0  # of them, asking drafts and waiting for proposals
+    verify_seconds: float = 0.0  # of them, in the pass, as the target measured it
+
+
+@dataclass
 class Stats:
     """What the coordinator did since it started.
 
@@ -120,16 +135,12 @@ class Stats:
     `plain` (without one); as emitted, or as cut by a rule that ended the answer before them.
     """
 
-    rounds: int = 0  # passes of the target that came to an end
-    rows: int = 0  # in them
-    plain_rounds: int = 0  # of them, those without a prompt and without a drafted token
-    round_seconds: float = 0.0  # whole rounds, from plan to publication
-    draft_wait_seconds: float = 0.0  # of them, asking drafts and waiting for proposals
-    verify_seconds: float = 0.0  # of them, in the pass, as the target measured it
-    plain_verify_seconds: float = 0.0  # the same, of plain rounds
+    rounds: dict[RoundKind, RoundStats] = field(
+        default_factory=lambda: {kind: RoundStats() for kind in ROUND_KINDS}
+    )
     emitted: Counter[str] = field(default_factory=Counter)  # tokens by source
     cut: Counter[str] = field(default_factory=Counter)  # tokens by source
-    prompt_tokens: int = 0
+    prompt_tokens: int = 0  # of every answer: each has to run its prompt
     finished: Counter[str] = field(default_factory=Counter)  # sequences by finish reason
     rejected: int = 0  # sequences turned away because the queue was full
     rebuilds: int = 0  # of the target
@@ -141,6 +152,26 @@ class Stats:
     queue_s: Histogram = field(default_factory=partial(Histogram, REQUEST_S))
     prompt_length: Histogram = field(default_factory=partial(Histogram, NUM_TOKENS))
     output_length: Histogram = field(default_factory=partial(Histogram, NUM_TOKENS))
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds, of whatever kind."""
+        return sum(kind.rounds for kind in self.rounds.values())
+
+    @property
+    def round_seconds(self) -> float:
+        """Spent in them."""
+        return sum(kind.seconds for kind in self.rounds.values())
+
+    @property
+    def draft_wait_seconds(self) -> float:
+        """Of them, asking drafts and waiting for proposals."""
+        return sum(kind.draft_wait_seconds for kind in self.rounds.values())
+
+    @property
+    def verify_seconds(self) -> float:
+        """Of them, in the pass."""
+        return sum(kind.verify_seconds for kind in self.rounds.values())
 
     @property
     def emitted_tokens(self) -> int:
@@ -175,6 +206,7 @@ class Levels:
     rows: int = 0  # of the target's cache, used or free
     cached_tokens: int = 0  # that the used rows hold
     cache_tokens: int = 0  # that all rows could hold
+    is_ready: bool = True  # the target is loaded and not known to be lost
     pools: Mapping[str, Pool] = field(default_factory=dict)  # by the draft's name
 
 

@@ -127,7 +127,7 @@ async def _measure(
     return Measurement(
         sequences,
         sequences if options.streams else 1,
-        after.rounds - before.rounds,
+        after.num_rounds - before.num_rounds,
         after.emitted_tokens - before.emitted_tokens,
         seconds,
         _worker_seconds(after) - _worker_seconds(before),

@@ -10,7 +10,7 @@ from outrider.deploy.grafana import dashboard, query_variable
 from outrider.deploy.panels import acceptance, glance, waste
 from outrider.deploy.panels_serving import health, speed
 from outrider.deploy.promql import RAY_PREFIX, Queries
-from outrider.deploy.rules import make_rules
+from outrider.deploy.rules import RUNBOOKS, make_rules
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,13 +24,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rules", action="store_true", help="the rules for Prometheus instead of the dashboard"
     )
+    parser.add_argument(
+        "--runbooks",
+        default=RUNBOOKS,
+        metavar="URL",
+        help="with --rules: where people read your docs/operating.md, for links in alerts",
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here, not to stdout")
 
 
 def run(options: argparse.Namespace) -> int:
     """Write the dashboard, or the rules."""
-    make = make_rules if options.rules else make_dashboard
-    text = make(options.prefix)
+    prefix = options.prefix
+    text = make_rules(prefix, options.runbooks) if options.rules else make_dashboard(prefix)
     if options.output is None:
         sys.stdout.write(text)
         return 0

@@ -94,4 +94,5 @@ LOAD: Sequence[Figure] = (  # of this moment
     ("queued", lambda glance: whole(glance.waiting)),
     ("cache rows", lambda glance: f"{glance.running} of {glance.rows}"),
     ("draft replicas living", _living),
+    ("target", lambda glance: "ready" if glance.is_ready else "lost, being rebuilt"),
 )

@@ -50,7 +50,7 @@ class Glance:
     proposals: int
     late: int  # of them
     dropped: int  # of them
-    fallbacks: int  # turns of a sequence without a proposal
+    fallbacks: int  # turns of a sequence at which a draft was late, busy or gone
     cut: int  # tokens decided but not emitted
     deaths: int
     quarantines: int
@@ -61,6 +61,7 @@ class Glance:
     running: int  # now
     waiting: int  # now
     rows: int  # now
+    is_ready: bool  # now: the target is loaded and answers
 
     @property
     def is_idle(self) -> bool:
@@ -108,7 +109,7 @@ def look(now: Counts, then: Counts | None = None, seconds: float | None = None) 
         proposals=int(sums.total("proposals")),
         late=int(sums.total("late_proposals")),
         dropped=int(sums.total("dropped_proposals")),
-        fallbacks=int(sums.total("fallbacks")),
+        fallbacks=int(sums.total("fallbacks") - sums.total("fallbacks", reason="empty")),
         cut=int(sums.total("cut_tokens")),
         deaths=int(sums.total("draft_deaths")),
         quarantines=int(sums.total("draft_quarantines")),
@@ -119,6 +120,7 @@ def look(now: Counts, then: Counts | None = None, seconds: float | None = None) 
         running=int(sums.total("num_requests_running")),
         waiting=int(sums.total("num_requests_waiting")),
         rows=int(sums.total("cache_rows")),
+        is_ready=sums.total("target_ready") > 0,
     )
 
 

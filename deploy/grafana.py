@@ -4,7 +4,7 @@ Knows nothing of what is shown.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Json = dict[str, object]
@@ -24,7 +24,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Panel:
-    """What a panel shows; `options` and `custom` are those of its kind."""
+    """What a panel shows; `options` and `defaults` are those of its kind."""
 
     kind: str
     title: str
@@ -59,7 +59,7 @@ def timeseries(
         "drawStyle": "line",
         "lineWidth": 1,
         "fillOpacity": 30 if stacked else 0,
-        "showPoints": "never",
+        "showPoints": "auto",  # a value between two gaps is no line
         "spanNulls": False,
         "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
     }
@@ -79,8 +79,9 @@ def stat(
     no_value: str = "no traffic",
     steps: Sequence[tuple[float, str]] = (),
     decimals: int | None = None,
+    words: Mapping[int, str] | None = None,
 ) -> Panel:
-    """The present value, large; `steps` colour it from a value on."""
+    """The present value, large; `steps` colour it from a value on, `words` stand for values."""
     options: Json = {
         "colorMode": "value",
         "graphMode": "none",
@@ -90,6 +91,9 @@ def stat(
         "textMode": "auto",
     }
     defaults = _thresholds(steps) | ({} if decimals is None else {"decimals": decimals})
+    if words:
+        texts = {str(value): {"text": text} for value, text in words.items()}
+        defaults |= {"mappings": [{"type": "value", "options": texts}]}
     return Panel("stat", title, description, targets, unit, 6, 4, no_value, options, defaults)
 
 

@@ -19,6 +19,7 @@ from outrider.deploy.readings import (
     of_methods,
     of_pools,
     of_positions,
+    of_rounds,
     whole,
 )
 
@@ -27,7 +28,7 @@ Unit = Literal["", "s", "tokens"]
 
 SOURCES = ("accepted", "own", "plain")
 FINISH_REASONS = ("stop", "length", "abort", "error")
-FALLBACK_REASONS = ("deadline", "busy", "lost", "no_draft")
+FALLBACK_REASONS = ("empty", "deadline", "busy", "lost", "no_draft")
 DROP_REASONS = (
     "mismatch", "too_late", "no_room", "epoch", "ended", "surplus", "invalid", "pass_lost",
 )  # fmt: skip
@@ -106,7 +107,7 @@ INSTRUMENTS = (
     ),
     _counter(
         "late_proposals", "",
-        "Proposals that came after their round had gone on without them.",
+        "Proposals that came after the deadline of their call.",
         of_drafts(lambda draft: draft.late),
     ),
     _counter(
@@ -121,7 +122,7 @@ INSTRUMENTS = (
     ),
     _counter(
         "fallbacks", "",
-        "Rounds of a sequence without a proposal of this draft.",
+        "Turns of a sequence at which this draft was asked and brought nothing in time.",
         of_drafts_by("reason", FALLBACK_REASONS, lambda draft: draft.fallbacks),
     ),
     _counter(
@@ -147,44 +148,34 @@ INSTRUMENTS = (
     ),
     _counter(
         "prompt_tokens", "tokens",
-        "Tokens of the prompts taken in.",
+        "Tokens of the prompts of all answers.",
         whole(lambda now: now.stats.prompt_tokens),
     ),
-    # Rounds. What is left of their time without drafts and pass is the overhead.
+    # Rounds by kind. What is left of their time without drafts and pass is the overhead.
     _counter(
         "rounds", "",
         "Passes of the target that came to an end.",
-        whole(lambda now: now.stats.rounds),
+        of_rounds(lambda rounds: rounds.rounds),
     ),
     _counter(
         "round_rows", "",
         "Sequences in those passes.",
-        whole(lambda now: now.stats.rows),
+        of_rounds(lambda rounds: rounds.rows),
     ),
     _counter(
         "round_seconds", "s",
         "Time of whole rounds.",
-        whole(lambda now: now.stats.round_seconds),
+        of_rounds(lambda rounds: rounds.seconds),
     ),
     _counter(
         "draft_wait_seconds", "s",
         "Time of rounds until their proposals were there or given up.",
-        whole(lambda now: now.stats.draft_wait_seconds),
+        of_rounds(lambda rounds: rounds.draft_wait_seconds),
     ),
     _counter(
         "verify_seconds", "s",
         "Time in passes, as the target measured it.",
-        whole(lambda now: now.stats.verify_seconds),
-    ),
-    _counter(
-        "plain_rounds", "",
-        "Rounds without a prompt and without a drafted token: plain decoding.",
-        whole(lambda now: now.stats.plain_rounds),
-    ),
-    _counter(
-        "plain_verify_seconds", "s",
-        "Time in the passes of plain rounds.",
-        whole(lambda now: now.stats.plain_verify_seconds),
+        of_rounds(lambda rounds: rounds.verify_seconds),
     ),
     # Health.
     _counter(
@@ -209,8 +200,13 @@ INSTRUMENTS = (
     ),
     _counter(
         "target_rebuilds", "",
-        "Times the target was lost and made anew.",
+        "Times the target was lost and had to be made anew.",
         whole(lambda now: now.stats.rebuilds),
+    ),
+    _gauge(
+        "target_ready", "",
+        "Whether the target is loaded and answers: 1, or 0 while it is lost.",
+        whole(lambda now: int(now.levels.is_ready)),
     ),
     _gauge(
         "draft_replicas", "",
@@ -257,7 +253,7 @@ INSTRUMENTS = (
         "Tokens that the rows in use hold.",
         whole(lambda now: now.levels.cached_tokens),
     ),
-    # Latency, as the coordinator sees it; of answers that ended by stop or length.
+    # Latency, as the coordinator sees it. Whole answers are those that ended by stop or length.
     _histogram(
         "time_to_first_token_seconds", "s",
         "From a request's arrival to the first tokens of an answer.",

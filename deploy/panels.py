@@ -43,9 +43,9 @@ def glance(ask: Queries) -> list[Panel]:
         ),
         stat(
             "Estimated speed-up",
-            "How many times faster tokens come than by plain decoding, from the measured time of"
-            " passes (of plain ones in the last day, else of all); below 1 leave out the draft that"
-            " does not pay, and mind that many long prompts make it read low.",
+            "How many times faster tokens come than by plain decoding, prompts aside, from the"
+            " measured time of passes (plain ones of such batches in the last day, else all, which"
+            " flatters); below 1 leave out the draft that does not pay.",
             Target(ask.speedup(), MODEL),
             unit=TIMES,
             decimals=2,
@@ -62,8 +62,8 @@ def glance(ask: Queries) -> list[Panel]:
         ),
         table(
             "Drafts side by side",
-            "Each draft's worth and cost now: keep those with many accepted tokens per call, and"
-            " see the runbook OutriderDraftSlowsDown for one that pays less than 1.",
+            "Each draft's worth and cost now: keep those that bring many tokens and pay, and see"
+            " the runbook OutriderDraftSlowsDown for one that pays less than 1.",
             [
                 ("accepted tok/s", TOKENS, Target(ask.rate(accepted, "draft"))),
                 ("acceptance", SHARE, Target(ask.acceptance("draft"))),
@@ -77,7 +77,7 @@ def glance(ask: Queries) -> list[Panel]:
 
 def acceptance(ask: Queries) -> list[Panel]:
     """By draft, position and method."""
-    position = "{{draft}} at {{position}}"
+    position = f"{DRAFT} at {{{{position}}}}"
     return [
         timeseries(
             "By draft",
@@ -91,7 +91,7 @@ def acceptance(ask: Queries) -> list[Panel]:
             "By method",
             "The same by the way in which a draft's tokens become the target's; set"
             " `drafts[].vocabulary` to the better one if `auto` chooses otherwise.",
-            Target(ask.acceptance("draft", "method"), "{{draft}} by {{method}}"),
+            Target(ask.acceptance("draft", "method"), f"{DRAFT} by {{{{method}}}}"),
             unit=SHARE,
             bounds=WHOLE,
         ),
@@ -134,12 +134,12 @@ def acceptance(ask: Queries) -> list[Panel]:
 def waste(ask: Queries) -> list[Panel]:
     """What was drafted in vain."""
     drafted = "spec_decode_num_draft_tokens"
-    reason = "{{draft}}: {{reason}}"
+    reason = f"{{{{reason}}}} of {DRAFT}"
     return [
         timeseries(
             "Drafted tokens, and what became of them",
             "Verified tokens per second that were accepted and rejected; rejected ones cost"
-            " drafting and room in the pass, so much red calls for shorter blocks.",
+            " drafting and room in the pass, so a thick layer of them calls for shorter blocks.",
             Target(ask.rate("spec_decode_num_accepted_tokens"), "accepted of {{model}}"),
             Target(ask.rejected(), "rejected of {{model}}"),
             unit=TOKENS,
@@ -149,17 +149,17 @@ def waste(ask: Queries) -> list[Panel]:
             "Rejected tokens by draft",
             "Verified and refused tokens per second of each draft; compare with what it drafts,"
             " and shorten the blocks of the worst.",
-            Target(ask.rejected("draft"), "rejected of {{draft}}"),
-            Target(ask.rate(drafted, "draft"), "drafted by {{draft}}"),
+            Target(ask.rejected("draft"), f"rejected of {DRAFT}"),
+            Target(ask.rate(drafted, "draft"), f"drafted by {DRAFT}"),
             unit=TOKENS,
         ),
         timeseries(
             "Proposals",
-            "Proposals per second that came, came after their round, or were cut to what still"
+            "Proposals per second that came, came after their deadline, or were cut to what still"
             " fitted; a large late part means that the draft is slow or far away.",
-            Target(ask.rate("proposals", "draft"), "{{draft}}: all"),
-            Target(ask.rate("late_proposals", "draft"), "{{draft}}: late"),
-            Target(ask.rate("salvaged_proposals", "draft"), "{{draft}}: salvaged"),
+            Target(ask.rate("proposals", "draft"), f"all of {DRAFT}"),
+            Target(ask.rate("late_proposals", "draft"), f"late of {DRAFT}"),
+            Target(ask.rate("salvaged_proposals", "draft"), f"salvaged of {DRAFT}"),
             unit=RATE,
         ),
         timeseries(
@@ -172,8 +172,9 @@ def waste(ask: Queries) -> list[Panel]:
         ),
         timeseries(
             "Fallbacks by reason",
-            "Rounds of sequences per second that ran without this draft; `deadline` and `busy`:"
-            " it is too slow, `lost` and `no_draft`: it died, see Health.",
+            "Turns of sequences per second at which this draft brought nothing in time; `empty`: it"
+            " had nothing to say, `deadline` and `busy`: it is too slow, `lost` and `no_draft`: it"
+            " died, see Health.",
             Target(ask.rate("fallbacks", "draft", "reason"), reason),
             unit=RATE,
             no_value="no fallbacks",

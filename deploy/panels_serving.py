@@ -1,8 +1,18 @@
 """The panels about serving: how fast it is, and whether all is well."""
 
 from outrider.deploy.grafana import Panel, Target, heatmap, stat, timeseries
-from outrider.deploy.panels import MODEL, RATE, RED_BELOW_ONE, SECONDS, SHARE, TIMES, TOKENS, WHOLE
-from outrider.deploy.promql import Queries, ratio, share
+from outrider.deploy.panels import (
+    DRAFT,
+    MODEL,
+    RATE,
+    RED_BELOW_ONE,
+    SECONDS,
+    SHARE,
+    TIMES,
+    TOKENS,
+    WHOLE,
+)
+from outrider.deploy.promql import Queries, ratio
 
 NOBODY = "no coordinator"
 
@@ -86,10 +96,10 @@ def speed(ask: Queries) -> list[Panel]:
         ),
         timeseries(
             "Passes",
-            "Mean time of the target's passes, of all and of those without drafts or prompts; if"
-            " all take much longer than plain ones, blocks are too long for this batch.",
-            Target(ask.per("verify_seconds", "rounds"), "all of {{model}}"),
-            Target(ask.per("plain_verify_seconds", "plain_rounds"), "plain of {{model}}"),
+            "Mean time of the target's passes with tokens of a `prompt`, else with a drafted"
+            " `block`, else `plain`; if blocks take much longer than plain ones of the same batch,"
+            " they are too long.",
+            Target(ask.per("verify_seconds", "rounds", "kind"), "{{kind}} of {{model}}"),
             unit=SECONDS,
         ),
         timeseries(
@@ -98,7 +108,7 @@ def speed(ask: Queries) -> list[Panel]:
             " see whether the draft shares its cores or GPU.",
             Target(
                 ask.per("draft_seconds", "draft_calls", "draft", "method"),
-                "{{draft}} by {{method}}",
+                f"{DRAFT} by {{{{method}}}}",
             ),
             unit=SECONDS,
         ),
@@ -111,11 +121,11 @@ def speed(ask: Queries) -> list[Panel]:
         ),
         timeseries(
             "Rounds",
-            "Passes per second, and those of them without a drafted token or a prompt; many plain"
+            "Passes per second with tokens of a prompt, with a drafted block, or plain; many plain"
             " ones mean that drafts are missing.",
-            Target(ask.rate("rounds"), "all of {{model}}"),
-            Target(ask.rate("plain_rounds"), "plain of {{model}}"),
+            Target(ask.rate("rounds", "kind"), "{{kind}} of {{model}}"),
             unit=RATE,
+            stacked=True,
         ),
         timeseries(
             "Lengths of prompts and answers",
@@ -140,9 +150,19 @@ def health(ask: Queries) -> list[Panel]:
     """What is held, and what was lost."""
     return [
         stat(
+            "Target",
+            "Whether the target is loaded and answers; while it is lost, answers wait for it: see"
+            " the runbook OutriderTargetLost.",
+            Target(f"min by (model) ({ask.series('target_ready')})", MODEL),
+            unit="short",
+            no_value=NOBODY,
+            steps=RED_BELOW_ONE,
+            words={0: "lost", 1: "ready"},
+        ),
+        stat(
             "Running",
-            "Answers in the making, each in a row of the cache; none under load means that the"
-            " target is lost.",
+            "Answers in the making, each in a row of the cache; as many as there are rows means"
+            " that others wait.",
             Target(ask.level("num_requests_running"), MODEL),
             unit="short",
             no_value=NOBODY,
@@ -159,18 +179,10 @@ def health(ask: Queries) -> list[Panel]:
             "Drafts living",
             "Share of the configured replicas that answer; below 100 % look for nodes that left,"
             " replacements come by themselves.",
-            Target(share(ask.level("draft_replicas_living"), ask.level("draft_replicas")), MODEL),
+            Target(ratio(ask.level("draft_replicas_living"), ask.level("draft_replicas")), MODEL),
             unit=SHARE,
             no_value="no drafts",
             steps=RED_BELOW_ONE,
-        ),
-        stat(
-            "Target rebuilt",
-            "Times so far that the target was lost and made anew; a new one is worth a look at the"
-            " log: see the runbook OutriderTargetLost.",
-            Target(ask.level("target_rebuilds"), MODEL),
-            unit="short",
-            no_value="never",
         ),
         timeseries(
             "Requests",
@@ -187,10 +199,10 @@ def health(ask: Queries) -> list[Panel]:
             "Share of the rows, and of the tokens that they could hold; all rows and few tokens:"
             " `max_num_seqs` can grow if `max_model_len` shrinks.",
             Target(
-                share(ask.level("cache_rows_used"), ask.level("cache_rows")), "rows of {{model}}"
+                ratio(ask.level("cache_rows_used"), ask.level("cache_rows")), "rows of {{model}}"
             ),
             Target(
-                share(ask.level("cache_tokens_used"), ask.level("cache_tokens")),
+                ratio(ask.level("cache_tokens_used"), ask.level("cache_tokens")),
                 "tokens of {{model}}",
             ),
             unit=SHARE,
@@ -201,8 +213,8 @@ def health(ask: Queries) -> list[Panel]:
             "Draft replicas",
             "Replicas configured, and those of them that answer; a gap that stays means that no"
             " node has the draft's labels: see the runbook OutriderDraftsGone.",
-            Target(ask.level("draft_replicas_living", "draft"), "{{draft}}: living"),
-            Target(ask.level("draft_replicas", "draft"), "{{draft}}: configured"),
+            Target(ask.level("draft_replicas_living", "draft"), f"living of {DRAFT}"),
+            Target(ask.level("draft_replicas", "draft"), f"configured of {DRAFT}"),
             unit="short",
             no_value="no drafts",
         ),
@@ -210,8 +222,8 @@ def health(ask: Queries) -> list[Panel]:
             "Draft replicas lost",
             "Replicas so far that stopped answering (quarantines), and those of them that were"
             " replaced (deaths); each step is an event: see the node's log of that time.",
-            Target(ask.level("draft_quarantines", "draft"), "{{draft}}: quarantines"),
-            Target(ask.level("draft_deaths", "draft"), "{{draft}}: deaths"),
+            Target(ask.so_far("draft_quarantines", "draft"), f"quarantines of {DRAFT}"),
+            Target(ask.so_far("draft_deaths", "draft"), f"deaths of {DRAFT}"),
             unit="short",
             no_value="none lost",
         ),
@@ -223,11 +235,12 @@ def health(ask: Queries) -> list[Panel]:
             unit=RATE,
         ),
         timeseries(
-            "Errors and refusals",
-            "Answers so far that failed, and that were refused with 429; each step is an event: see"
-            " the log for errors, the queue for refusals.",
-            Target(ask.level("requests", where=('reason="error"',)), "failed of {{model}}"),
-            Target(ask.level("rejected_requests"), "refused of {{model}}"),
+            "Errors, refusals and rebuilds",
+            "Answers so far that failed, and that were refused with 429, and times that the target"
+            " was lost; each step is an event: see the log, and the queue for refusals.",
+            Target(ask.so_far("requests", where=('reason="error"',)), "failed of {{model}}"),
+            Target(ask.so_far("rejected_requests"), "refused of {{model}}"),
+            Target(ask.so_far("target_rebuilds"), "target of {{model}} lost"),
             unit="short",
             no_value="none",
         ),

@@ -1,8 +1,7 @@
 """What dashboards and rules ask of Prometheus, as functions of the names and a window.
 
 A rate is taken of each series first, then added up, then divided: counters of a coordinator that
-came back begin at zero again. Where nothing happened a ratio has no value, rather than NaN. Under
-Ray a counter exists only from its first event on, so a missing part of a whole is a zero.
+came back begin at zero again. Where nothing happened a ratio has no value, rather than NaN.
 """
 
 from collections.abc import Mapping
@@ -12,6 +11,7 @@ from outrider.deploy.instruments import BY_NAME
 
 RAY_PREFIX = "ray_"  # which Ray's agents put before every name; prometheus-client's have none
 LONG = "1d"  # for what is rare, and for what was usual
+_PLAIN, _DECODING = 'kind="plain"', 'kind!="prompt"'
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,13 @@ class Queries:
         every = ", ".join((*own, *matchers))
         return f"{self.prefix}{instrument.series}{part}" + (f"{{{every}}}" if every else "")
 
-    def level(self, name: str, *by: str, where: tuple[str, ...] = ()) -> str:
-        """What a gauge, or a counter so far, comes to."""
-        return f"sum {_by(*by)} ({self.series(name, *where)})"
+    def level(self, name: str, *by: str) -> str:
+        """What a gauge comes to."""
+        return f"sum {_by(*by)} ({self.series(name)})"
+
+    def so_far(self, name: str, *by: str, where: tuple[str, ...] = ()) -> str:
+        """What a counter has come to; rounded, since Ray's begin a little above zero."""
+        return f"round(sum {_by(*by)} ({self.series(name, *where)}))"
 
     def rate(self, name: str, *by: str, where: tuple[str, ...] = (), part: str = "") -> str:
         """Growth per second."""
@@ -51,7 +55,7 @@ class Queries:
 
     def acceptance(self, *by: str) -> str:
         """Accepted of the drafted tokens."""
-        return share(
+        return ratio(
             self.rate("spec_decode_num_accepted_tokens", *by),
             self.rate("spec_decode_num_draft_tokens", *by),
         )
@@ -59,18 +63,17 @@ class Queries:
     def length(self, *by: str) -> str:
         """Tokens that a verified block brings, the target's own included."""
         accepted = self.rate("spec_decode_num_accepted_tokens", *by)
-        return f"1 + {share(accepted, self.rate('spec_decode_num_drafts', *by))}"
+        return f"1 + {ratio(accepted, self.rate('spec_decode_num_drafts', *by))}"
 
     def acceptance_where_drafted(self) -> str:
         """By position: accepted of what was drafted there."""
-        return share(*self._at_positions())
+        return ratio(*self._at_positions())
 
     def acceptance_at(self) -> str:
         """By position: accepted of all blocks, however short."""
-        accepted, drafted = self._at_positions()
+        accepted, _ = self._at_positions()
         blocks = self.rate("spec_decode_num_drafts", "draft")
-        filled = f"({accepted} or 0 * {drafted})"
-        return f"{filled} / on (model, draft) group_left () ({blocks} > 0)"
+        return f"{accepted} / on (model, draft) group_left () ({blocks} > 0)"
 
     def _at_positions(self) -> tuple[str, str]:
         by = ("draft", "position")
@@ -83,12 +86,12 @@ class Queries:
         """Drafted tokens per second that were not accepted."""
         drafted = self.rate("spec_decode_num_draft_tokens", *by)
         accepted = self.rate("spec_decode_num_accepted_tokens", *by)
-        return f"{drafted} - ({accepted} or 0 * {drafted})"
+        return f"{drafted} - {accepted}"
 
     def output_from_drafts(self) -> str:
         """Share of the output."""
         accepted = self.rate("generation_tokens", where=('source="accepted"',))
-        return share(accepted, self.rate("generation_tokens"))
+        return ratio(accepted, self.rate("generation_tokens"))
 
     # Time.
 
@@ -96,25 +99,45 @@ class Queries:
         """Mean seconds for one of what another counter counts."""
         return ratio(self.rate(seconds, *by), self.rate(count, *by))
 
-    def overhead(self) -> str:
+    def overhead(self, *where: str) -> str:
         """Seconds per second in rounds, but neither in drafts nor in passes."""
         parts = ("round_seconds", "draft_wait_seconds", "verify_seconds")
-        return " - ".join(self.rate(part) for part in parts)
+        return " - ".join(self.rate(part, where=where) for part in parts)
 
     def plain_pass(self) -> str:
-        """Seconds of a pass without drafts, else of any pass: plain ones are rare."""
-        measured = self.over(LONG).per("plain_verify_seconds", "plain_rounds")
-        return f"({measured} or {self.per('verify_seconds', 'rounds')})"
+        """Seconds of a plain pass of about the present batch, else of any pass without a prompt.
+
+        Plain ones are rare, and mostly of the few sequences that are about to end.
+        """
+        usual = self.over(LONG)
+        measured = usual.mean_of_rounds("verify_seconds", _PLAIN)
+        batch = usual.mean_of_rounds("round_rows", _PLAIN)
+        now = self.mean_of_rounds("round_rows", _DECODING)
+        is_alike = f"{batch} > 0.5 * {now} and {batch} < 2 * {now}"
+        otherwise = self.mean_of_rounds("verify_seconds", _DECODING)
+        return f"({measured} and ({is_alike}) or {otherwise})"
+
+    def mean_of_rounds(self, name: str, kind: str) -> str:
+        """What a round of a kind has of something, on average."""
+        return ratio(self.rate(name, where=(kind,)), self.rate("rounds", where=(kind,)))
 
     def _plain_time(self) -> str:
         """Seconds per second that as many rounds would have taken without drafts."""
-        return f"({self.plain_pass()} * {self.rate('rounds')} + {self.overhead()})"
+        rounds = self.rate("rounds", where=(_DECODING,))
+        return f"({self.plain_pass()} * {rounds} + {self.overhead(_DECODING)})"
 
     def speedup(self) -> str:
-        """Tokens per row of a pass, times a plain round's time over a round's."""
-        rows = self.rate("generation_tokens", where=('source!="accepted"',))  # one of each row
-        tokens = ratio(self.rate("generation_tokens"), rows)
-        return f"{tokens} * {ratio(self._plain_time(), self.rate('round_seconds'))}"
+        """Tokens per row of a pass, times a plain round's time over a round's.
+
+        Of rounds without a prompt: plain decoding would spend the same on prompts.
+        """
+        own = ('source!="accepted"',)  # one token of each row, emitted or cut
+        rows = " + ".join(
+            self.rate(name, where=own) for name in ("generation_tokens", "cut_tokens")
+        )
+        tokens = ratio(self.rate("generation_tokens"), f"({rows})")
+        seconds = self.rate("round_seconds", where=(_DECODING,))
+        return f"{tokens} * {ratio(self._plain_time(), seconds)}"
 
     def payoff(self) -> str:
         """Seconds of plain decoding that a draft's accepted tokens save, per second of drafting.
@@ -123,20 +146,16 @@ class Queries:
         """
         accepted = self.rate("spec_decode_num_accepted_tokens", "draft")
         seconds = self.rate("draft_seconds", "draft")
-        saved = ratio(self._plain_time(), self.rate("round_rows"))  # by one token
+        rows = self.rate("round_rows", where=(_DECODING,))
+        saved = ratio(self._plain_time(), rows)  # by one token
         at_once = _per_model(self.rate("draft_calls", "draft"), f"({self.rate('rounds')} > 0)")
-        gain = _per_model(f"({accepted} or 0 * {seconds})", f"({saved})", "*")
+        gain = _per_model(accepted, f"({saved})", "*")
         return f"{gain} * clamp_min({at_once}, 1) / ({seconds} > 0)"
 
 
 def ratio(part: str, whole: str) -> str:
     """No value without a whole."""
     return f"{part} / ({whole} > 0)"
-
-
-def share(part: str, whole: str) -> str:
-    """A ratio whose part may be missing: zero then."""
-    return ratio(f"({part} or 0 * {whole})", whole)
 
 
 def _per_model(by_draft: str, by_model: str, operator: str = "/") -> str:

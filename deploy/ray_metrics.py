@@ -1,10 +1,9 @@
 """Ray's own metrics as a sink: its agents serve them on every node, without a port of ours.
 
-Ray adds up what it is told, so it is told growth only, each unit once. Its counters cannot be
-told zero: a series begins with its first event. Where no agent runs, nothing happens.
+Ray adds up what it is told, so it is told growth only, each unit once. Where no agent runs, nothing
+happens.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,10 @@ from outrider.deploy.instruments import Instrument
 from outrider.deploy.metrics import chosen_instruments
 
 _Tags = dict[str, str]
+
+# A counter has to exist before its first event, else that is no growth to Prometheus. Ray's cannot
+# be told zero; the first real sum swallows this.
+_ALMOST_ZERO = 1e-300
 
 
 def make_sinks(settings: Settings) -> list[Sink]:
@@ -49,11 +52,17 @@ class RaySink:
         self._tellers = [(each, _make_teller(each, classes)) for each in instruments]
 
     def write(self, snapshot: Snapshot) -> None:
-        """Tell what is new. A failure leaves the rest for the next time."""
+        """Tell what is new. What fails is left for the next time, and the first error raised."""
+        errors = []
         for instrument, teller in self._tellers:
-            for values, value in instrument.read(snapshot).items():
-                tags = dict(zip(instrument.labels, (self._model, *values), strict=True))
-                teller.tell(value, tags)
+            try:
+                for values, value in instrument.read(snapshot).items():
+                    tags = dict(zip(instrument.labels, (self._model, *values), strict=True))
+                    teller.tell(value, tags)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class _Teller(Protocol):
@@ -76,10 +85,13 @@ def _make_teller(instrument: Instrument, classes: MetricClasses) -> _Teller:
 class _CounterTeller:
     def __init__(self, metric: Any) -> None:
         self._metric = metric
-        self._told: dict[tuple[str, ...], float] = defaultdict(float)
+        self._told: dict[tuple[str, ...], float] = {}
 
     def tell(self, value: float, tags: _Tags) -> None:
         key = tuple(tags.values())
+        if key not in self._told:
+            self._metric.inc(_ALMOST_ZERO, tags)
+            self._told[key] = 0.0
         if value > self._told[key]:
             self._metric.inc(value - self._told[key], tags)
             self._told[key] = value

@@ -7,7 +7,7 @@ name the sinks know.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from outrider.actors.stats import DraftStats, Histogram, MethodStats, Pool, Snapshot
+from outrider.actors.stats import DraftStats, Histogram, MethodStats, Pool, RoundStats, Snapshot
 
 Value = float | Histogram
 Values = Mapping[tuple[str, ...], Value]  # by the values of all labels but the model
@@ -56,6 +56,14 @@ def of_positions(pick: Callable[[DraftStats], list[int]]) -> Reading:
     """A value for each draft and each position of its blocks, from 0."""
     return _per_draft(
         ("position",), lambda draft: {(str(i),): count for i, count in enumerate(pick(draft))}
+    )
+
+
+def of_rounds(pick: Callable[[RoundStats], float]) -> Reading:
+    """A value for each kind of rounds."""
+    return Reading(
+        ("kind",),
+        lambda snapshot: {(kind,): pick(each) for kind, each in snapshot.stats.rounds.items()},
     )
 
 

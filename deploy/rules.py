@@ -7,10 +7,10 @@ import yaml
 
 from outrider.deploy.promql import LONG, Queries, ratio
 
+RUNBOOKS = "docs/operating.md"
 _WINDOW = "5m"
-_RUNBOOKS = "docs/operating.md"
 _HEAD = """\
-# Made by `outrider dashboard --rules`{option}: change deploy/rules.py, not this file.
+# Made by `outrider dashboard --rules{options}`: change deploy/rules.py, not this file.
 #
 # Recording rules, named level:what:how, and alerts; docs/operating.md has a paragraph on each.
 
@@ -28,8 +28,10 @@ class Alert:
     summary: str
     description: str
 
-    def rule(self) -> dict[str, object]:
-        """The alert as Prometheus reads it."""
+    def rule(self, runbooks: str) -> dict[str, object]:
+        """The alert as Prometheus reads it; `runbooks` is the address of docs/operating.md."""
+        # Pagers make a link of the one, which a path in this repository is not.
+        link = "runbook_url" if "://" in runbooks else "runbook"
         return {
             "alert": self.name,
             "expr": self.expr,
@@ -38,20 +40,20 @@ class Alert:
             "annotations": {
                 "summary": self.summary,
                 "description": self.description,
-                "runbook_url": f"{_RUNBOOKS}#{self.name.lower()}",
+                link: f"{runbooks}#{self.name.lower()}",
             },
         }
 
 
-def make_rules(prefix: str) -> str:
+def make_rules(prefix: str, runbooks: str = RUNBOOKS) -> str:
     """The file that Prometheus loads, for names that begin so."""
     ask = Queries(prefix, _WINDOW)
     records = [{"record": name, "expr": expr} for name, expr in _records(ask).items()]
-    alerts = [alert.rule() for alert in _alerts(ask)]
+    alerts = [alert.rule(runbooks) for alert in _alerts(ask)]
     groups: Mapping[str, Sequence[object]] = {"outrider_rates": records, "outrider_alerts": alerts}
     document = {"groups": [{"name": name, "rules": rules} for name, rules in groups.items()]}
-    option = "" if prefix else ' --prefix ""'
-    return _HEAD.format(option=option) + yaml.safe_dump(document, sort_keys=False, width=100)
+    options = "" if prefix else ' --prefix ""'
+    return _HEAD.format(options=options) + yaml.safe_dump(document, sort_keys=False, width=100)
 
 
 def _records(ask: Queries) -> dict[str, str]:
@@ -77,6 +79,7 @@ def _alerts(ask: Queries) -> list[Alert]:
     draft = "{{ $labels.draft }} of {{ $labels.model }}"
     acceptance = "model_draft:outrider_acceptance:ratio_rate"
     enough = f"model_draft:outrider_draft_tokens:rate{_WINDOW} > 1"
+    drafting = f"sum by (model) (model_draft:outrider_draft_tokens:rate{_WINDOW}) > 1"
     return [
         Alert(
             "OutriderAcceptanceCollapsed",
@@ -96,6 +99,14 @@ def _alerts(ask: Queries) -> list[Alert]:
             'A second of its drafting saves {{ $value | printf "%.2f" }} s of plain decoding.',
         ),
         Alert(
+            "OutriderSlowerThanPlain",
+            f"model:outrider_speedup:ratio_rate{_WINDOW} < 1 and {drafting}",
+            "15m",
+            "warning",
+            "{{ $labels.model }} is slower than it would be without drafts",
+            'Tokens come {{ $value | printf "%.2f" }} times as fast as by plain decoding.',
+        ),
+        Alert(
             "OutriderDraftsGone",
             f"min by (model, draft) ({ask.series('draft_replicas_living')}) == 0",
             "5m",
@@ -113,12 +124,19 @@ def _alerts(ask: Queries) -> list[Alert]:
         ),
         Alert(
             "OutriderTargetLost",
-            f"{_grown(ask, 'target_rebuilds', '10m')} or {_born(ask, 'target_rebuilds', '10m')}",
+            f"{_grown(ask, 'target_rebuilds', '10m')} or {_any_lost(ask)}",
             "1m",
             "critical",
             "The target of {{ $labels.model }} was lost",
-            "It was made anew, or is being made, in the last ten minutes: see the coordinator's"
-            " log.",
+            "It is being made anew, or was in the last ten minutes: see the coordinator's log.",
+        ),
+        Alert(
+            "OutriderGone",
+            f"{_present_lately(ask)} unless on (model) {ask.series('target_ready')}",
+            "2m",
+            "critical",
+            "No coordinator of {{ $labels.model }} can be seen",
+            "None was scraped for some minutes: it ended, it loads, or the scrape fails.",
         ),
     ]
 
@@ -132,11 +150,9 @@ def _grown(ask: Queries, name: str, window: str) -> str:
     return f"sum by (model) (increase({ask.series(name)}[{window}])) > 0"
 
 
-def _born(ask: Queries, name: str, window: str) -> str:
-    """Counted for the first time by a coordinator that was there before.
+def _any_lost(ask: Queries) -> str:
+    return f"1 - min by (model) ({ask.series('target_ready')}) > 0"
 
-    Under Ray that is the birth of the series, which is no increase.
-    """
-    series = ask.series(name)
-    known = f"on (model) {ask.series('cache_rows')} offset {window}"
-    return f"sum by (model) ({series} unless {series} offset {window} and {known}) > 0"
+
+def _present_lately(ask: Queries) -> str:
+    return f"max by (model) (last_over_time({ask.series('target_ready')}[1h]))"

@@ -94,11 +94,11 @@ class Engine:
         alive = {sequence.id: sequence for sequence in sequences}
         scheduler.submit(sequences)
         while scheduler.has_work:
-            if self.stats.rounds == self.target_lost_after:
+            if self.stats.num_rounds == self.target_lost_after:
                 self._lose_target(scheduler)
             plan = scheduler.plan()
             for draft in self.drafts:
-                if draft.killed_after is not None and self.stats.rounds >= draft.killed_after:
+                if draft.killed_after is not None and self.stats.num_rounds >= draft.killed_after:
                     continue
                 wanting = scheduler.wanting(plan, draft.num_tokens)
                 if wanting:

@@ -6,7 +6,7 @@ from typing import Any
 
 from outrider.actors.messages import TokenLogprob
 from outrider.actors.requests import Delta, GenerateRequest, ModelCard, SpeculationCounts
-from outrider.actors.stats import Levels, Snapshot, Stats
+from outrider.actors.stats import Levels, RoundStats, Snapshot, Stats
 
 MODEL = "tiny"
 CARD = ModelCard(MODEL, max_model_len=32, vocabulary_size=0x500, created=1_700_000_000)
@@ -81,7 +81,7 @@ class FakeCoordinator:
         self._script = script
         self._card = card
         self.illness = illness
-        self.snapshot = Snapshot(Stats(rounds=7), Levels(waiting=2))
+        self.snapshot = Snapshot(Stats(rounds={"plain": RoundStats(rounds=7)}), Levels(waiting=2))
         self.requests: list[GenerateRequest] = []
         self.streams: list[FakeStream] = []
         self.generate = _Method(self._generate)

@@ -46,17 +46,16 @@ def serve(stats: Stats, seed: int, num_rounds: int = 40) -> None:
     """Count some rounds as a coordinator would."""
     coin = random.Random(seed)
     for _ in range(num_rounds):
-        stats.rounds += 1
-        stats.rows += 1
-        stats.round_seconds += 0.5
-        stats.draft_wait_seconds += 0.125
-        stats.verify_seconds += 0.25
         drafted = coin.randint(0, 4)
+        rounds = stats.rounds["block" if drafted else "plain"]
+        rounds.rounds += 1
+        rounds.rows += 1
+        rounds.seconds += 0.5
+        rounds.draft_wait_seconds += 0.125
+        rounds.verify_seconds += 0.25
         accepted = coin.randint(0, drafted)
         stats.record(drafted, accepted, coin.randint(1, accepted + 1))
         if not drafted:
-            stats.plain_rounds += 1
-            stats.plain_verify_seconds += 0.25
             continue
         name = "small" if drafted > 2 else coin.choice(list(DRAFTS))
         draft, method = stats.drafts[name], coin.choice(METHODS[name])

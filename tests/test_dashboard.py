@@ -156,13 +156,19 @@ def test_quantiles_have_no_value_without_observations() -> None:
 def test_every_alert_has_what_whoever_is_woken_needs() -> None:
     operating = (ROOT / "docs" / "operating.md").read_text(encoding="utf-8")
     alerts = [rule for rule in rules("ray_") if "alert" in rule]
-    assert len(alerts) == 5
+    assert len(alerts) == 7
     for alert in alerts:
         assert alert["for"] and alert["labels"]["severity"] in {"warning", "critical"}
-        assert alert["annotations"].keys() == {"summary", "description", "runbook_url"}
-        heading = alert["annotations"]["runbook_url"].partition("docs/operating.md#")[2]
+        assert alert["annotations"].keys() == {"summary", "description", "runbook"}
+        heading = alert["annotations"]["runbook"].partition("docs/operating.md#")[2]
         assert heading == alert["alert"].lower()
         assert f"### {alert['alert']}\n" in operating
+
+
+def test_runbooks_are_links_where_an_address_is_given(capsys: pytest.CaptureFixture[str]) -> None:
+    address = "https://example.org/outrider/operating.md"
+    assert main(["dashboard", "--rules", "--runbooks", address]) == 0
+    assert f"runbook_url: {address}#outridertargetlost\n" in capsys.readouterr().out
 
 
 def test_alerts_read_only_what_is_recorded() -> None:

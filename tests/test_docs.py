@@ -35,9 +35,11 @@ SECTIONS: dict[str, tuple[type[BaseModel], ...]] = {
 ALERTS = (
     "OutriderAcceptanceCollapsed",
     "OutriderDraftSlowsDown",
+    "OutriderSlowerThanPlain",
     "OutriderDraftsGone",
     "OutriderQueueFull",
     "OutriderTargetLost",
+    "OutriderGone",
 )
 
 

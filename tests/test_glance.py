@@ -19,7 +19,7 @@ def served(*blocks: tuple[str, int, int]) -> Snapshot:
         stats.drafts[name].proposals += 1
         stats.drafts[name].record("token", drafted, accepted)
         stats.record(drafted, accepted, accepted + 1)
-        stats.round_seconds += 0.5
+        stats.rounds["block"].seconds += 0.5
     return Snapshot(stats, levels())
 
 

@@ -515,7 +515,7 @@ async def test_metrics_are_the_coordinators(coordinator):
     async with client_over(coordinator) as client:
         response = await client.get("/metrics")
         assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
-        assert 'outrider_rounds_total{model="tiny"} 7.0\n' in response.text
+        assert 'outrider_rounds_total{kind="plain",model="tiny"} 7.0\n' in response.text
         assert 'outrider_num_requests_waiting{model="tiny"} 2.0\n' in response.text
         coordinator.illness = UnavailableError("the target is loading")
         assert (await client.get("/metrics")).status_code == 503

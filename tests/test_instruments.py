@@ -15,7 +15,7 @@ from .identities import check_draft
 from .snapshots import DRAFTS, fresh, levels, serve, snapshot
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-LABELS = {"model", "draft", "method", "position", "reason", "source"}
+LABELS = {"model", "draft", "method", "position", "reason", "source", "kind"}
 EVERY = [*INSTRUMENTS, *VLLM_INSTRUMENTS]
 by_name = pytest.mark.parametrize("instrument", EVERY, ids=lambda instrument: instrument.name)
 
@@ -92,9 +92,9 @@ def test_counts_add_up_over_positions_methods_and_sources() -> None:
     assert accepted == total(f"{stem}_accepted_tokens_per_pos") > 0
     assert total(f"{stem}_draft_tokens") == total(f"{stem}_draft_tokens_per_pos")
     emitted = BY_NAME["outrider_generation_tokens"].read(now)
-    decided = accepted + drafts + now.stats.plain_rounds
+    decided = accepted + drafts + now.stats.rounds["plain"].rows
     assert total("outrider_generation_tokens") == decided - total("outrider_cut_tokens")
-    assert emitted["plain",] == now.stats.plain_rounds
+    assert emitted["plain",] == now.stats.rounds["plain"].rows
 
 
 def test_vllms_names_add_up_ours_over_drafts() -> None:

@@ -128,9 +128,9 @@ def test_vllms_benchmark_finds_our_rates_between_two_scrapes() -> None:
 def test_a_scrape_reads_the_counts_of_its_moment(served: Serve) -> None:
     stats = fresh()
     server = served(lambda: Snapshot(stats, levels()))
-    assert scrape(server)[key("rounds_total")] == 0
-    stats.rounds += 5
-    assert scrape(server)[key("rounds_total")] == 5
+    assert scrape(server)[key("rounds_total", kind="plain")] == 0
+    stats.rounds["plain"].rounds += 5
+    assert scrape(server)[key("rounds_total", kind="plain")] == 5
 
 
 def test_a_scrape_fails_when_there_is_nothing_to_read(served: Serve) -> None:

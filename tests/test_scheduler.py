@@ -292,7 +292,7 @@ def test_more_answers_than_free_rows_wait_and_are_all_served() -> None:
         assert s.committed[2:] == continuation([1, 2], s.id, s.rules)
     assert stats.finished.total() == ROWS + QUEUE
     assert stats.emitted_tokens == sum(s.position for s in sequences)
-    assert stats.verify_seconds == 0.5 * stats.rounds
+    assert stats.verify_seconds == 0.5 * stats.num_rounds
 
 
 def test_overload_refuses_a_request_whole_and_says_when_to_come_back() -> None:
@@ -415,8 +415,9 @@ def test_drafts_are_counted_as_verified_and_late_ones_by_reason_only() -> None:
     assert (draft.counts.num_drafts, draft.counts.num_draft_tokens) == (1, 3)
     assert draft.counts.by_length == {3: [0, 0, 1, 0]}
     assert draft.counts == sequence.counts
-    assert (stats.rounds, stats.emitted_tokens, sequence.num_passes) == (3, 5, 3)
-    assert (stats.plain_rounds, stats.emitted["plain"]) == (2, 2)
+    assert (stats.num_rounds, stats.emitted_tokens, sequence.num_passes) == (3, 5, 3)
+    assert [stats.rounds[kind].rounds for kind in ("prompt", "block", "plain")] == [1, 0, 2]
+    assert stats.emitted["plain"] == 2
 
 
 def test_a_late_proposal_is_salvaged_once_and_a_held_one_ends_with_its_sequence() -> None:
@@ -464,7 +465,7 @@ def test_a_pass_without_outcomes_drops_its_blocks() -> None:
     scheduler.abandon(scheduler.batch(scheduler.plan()))
     assert stats.drafts["d"].dropped == {"pass_lost": 1}
     assert stats.drafts["d"].counts.num_drafts == 0
-    assert stats.rounds == 1
+    assert stats.num_rounds == 1
 
 
 def test_answers_that_the_queue_refuses_are_counted() -> None:
@@ -473,3 +474,22 @@ def test_answers_that_the_queue_refuses_are_counted() -> None:
     with pytest.raises(OverloadedError):
         scheduler.submit([make(20, [1]), make(21, [1])])
     assert stats.rejected == 2
+
+
+def test_rounds_are_counted_by_what_is_in_their_pass() -> None:
+    scheduler, stats = make_scheduler()
+    one, two = make(3, [1, 2], 8), make(5, [1], 8)
+    target = SimulatedTarget()
+    scheduler.submit([one])
+    run_round(scheduler, target)  # its prompt
+    one.proposal = Proposal("d", 3, [1])
+    run_round(scheduler, target)
+    run_round(scheduler, target)
+    scheduler.submit([two])
+    run_round(scheduler, target)  # a prompt of one token is one token of a row
+    one.proposal = Proposal("d", len(one.committed), [1])
+    run_round(scheduler, target)
+    told = {kind: (each.rounds, each.rows) for kind, each in stats.rounds.items()}
+    assert told == {"prompt": (1, 1), "block": (2, 3), "plain": (2, 3)}
+    assert stats.num_rounds == 5
+    assert stats.verify_seconds == sum(each.verify_seconds for each in stats.rounds.values()) == 2.5

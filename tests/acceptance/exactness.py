@@ -104,7 +104,7 @@ def report(name: str, length: int, engine: Engine, wrong: list[int], begin: floa
     rate = f"{accepted / drafted:.4f}" if drafted else "-"
     print(
         f"{name:>16} g={length} differing={len(wrong)} {wrong[:5]} acceptance={rate} "
-        f"drafted={drafted} rounds={engine.stats.rounds} "
+        f"drafted={drafted} rounds={engine.stats.num_rounds} "
         f"tokens={engine.stats.emitted_tokens} ({time.time() - begin:.0f} s)",
         flush=True,
     )
