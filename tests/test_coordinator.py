@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from outrider.actors.coordinator import Coordinator
-from outrider.actors.messages import Outcomes, Rows, Sampling
+from outrider.actors.messages import LoadReport, Outcomes, Rows, Sampling
 from outrider.actors.model import Model
 from outrider.actors.philox import key64
 from outrider.actors.requests import GenerateRequest
@@ -119,7 +119,9 @@ async def test_ids_are_those_of_plain_decoding_whatever_is_drafted(
     assert await serve_all(shared, requests(2)[::-1]) == plain[::-1]
     assert await serve_all(shared, requests(9)) == plain
     assert await serve_all(shared, requests(0)) == plain
-    counts = (await shared.snapshot.remote()).drafts["noisy"].counts
+    drafts = (await shared.snapshot.remote()).drafts
+    counts = drafts["noisy"].counts
+    assert drafts["lookup"].fallbacks["empty"] > 0, "most of this text repeats nothing"
     assert 0.1 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9, "some of both"
     assert (await wait_for_idle(shared))["free_rows"] == 8
 
@@ -214,18 +216,21 @@ async def test_the_loss_of_an_idle_target_is_noticed_and_mended(
     send(signal.SIGKILL, worker_pids("TargetWorker"))
 
     async def is_ready() -> bool:
+        snapshot: Snapshot = await shared.measure.remote()
+        return snapshot.levels.is_ready
+
+    async def is_refusing() -> bool:
         try:
             await shared.check_ready.remote()
         except UnavailableError:
-            return False
-        return True
+            return True
+        return False
 
-    async def is_not_ready() -> bool:
-        return not await is_ready()
-
-    await wait_for(is_not_ready, "the loss to be noticed")
+    await wait_for(is_refusing, "the loss to be noticed")
+    assert not await is_ready()  # loading another takes seconds
     await shared.check_health.remote()  # nothing that Serve should restart the coordinator for
     await wait_for(is_ready, "another target")
+    await shared.check_ready.remote()
     assert await serve_all(shared, requests()[:4]) == plain[:4]
 
 
@@ -295,6 +300,14 @@ class BrokenSink:
         raise OSError("no agent")
 
 
+class ErrorSink(BrokenSink):
+    """Tells how many answers ended by an error."""
+
+    def write(self, snapshot: Snapshot) -> None:
+        """Tell it."""
+        self._file.write_text(str(snapshot.stats.finished["error"]))
+
+
 async def test_sinks_get_the_counts_while_it_serves_and_cannot_break_it(
     folders: Folders, tmp_path: Path
 ) -> None:
@@ -310,6 +323,43 @@ async def test_sinks_get_the_counts_while_it_serves_and_cannot_break_it(
                 "the sink to hear of it",
             )
         assert int(emitted) == 2 * len(answer.ids)
+        await collect(coordinator, requests()[0])
+        await coordinator.shutdown.remote()
+        assert int((tmp_path / "told").read_text()) == 3 * len(answer.ids), "the last second, too"
+
+
+async def test_what_ends_the_coordinator_is_counted_and_still_told(
+    folders: Folders, tmp_path: Path
+) -> None:
+    class OnceOnly(TargetWorker):
+        """A target that dies in its first pass, and cannot be loaded again."""
+
+        @ray.method(concurrency_group="compute")
+        async def load(self) -> LoadReport:
+            (tmp_path / "loaded").touch(exist_ok=False)
+            return await super().load()
+
+        @ray.method(concurrency_group="compute")
+        async def verify(self, rows: Rows) -> Outcomes | None:
+            os._exit(1)
+
+    settings = make_settings(folders.target).model_copy(
+        update={"model_name": str(tmp_path / "told")}
+    )
+    async with serving(
+        settings, target_class=OnceOnly, make_sinks=lambda s: [ErrorSink(s)]
+    ) as coordinator:
+        with pytest.raises(UnavailableError, match="the target cannot be rebuilt"):
+            await collect(coordinator, GenerateRequest("0", [[5], [6]], max_tokens=9))
+        with pytest.raises(UnavailableError):
+            await coordinator.check_health.remote()
+        snapshot: Snapshot = await coordinator.measure.remote()
+        assert snapshot.stats.finished == {"error": 2}
+        assert (snapshot.stats.rebuilds, snapshot.levels.is_ready) == (1, False)
+        await wait_for(
+            lambda: (tmp_path / "told").exists() and (tmp_path / "told").read_text() == "2",
+            "the sink to hear of it",
+        )
 
 
 async def test_a_full_queue_refuses_before_the_first_token_and_loses_nothing(
