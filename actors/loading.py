@@ -211,7 +211,10 @@ def load_network(
 ) -> PreTrainedModel:
     """Read the weights, onto the devices that `spec` and the process group (tp_size > 1) say."""
     if spec.num_gpus > 0 and not torch.cuda.is_available():
-        raise ConfigError(f"num_gpus is {spec.num_gpus:g}, but torch sees no GPU on this machine")
+        raise ConfigError(
+            f"num_gpus is {spec.num_gpus:g}, but torch sees no GPU on this machine, or its driver "
+            "is older than torch's CUDA needs"
+        )
     load: Any = AutoModelForCausalLM.from_pretrained  # transformers types it in part
     try:
         with _quiet():

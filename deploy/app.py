@@ -67,6 +67,12 @@ def coordinator_options(settings: Settings) -> dict[str, Any]:
     return options
 
 
+def _beside_the_target(settings: Settings) -> dict[str, Any]:
+    """Ray's options of the ingress: a draft's node may go, and would take open streams with it."""
+    labels = settings.target.labels
+    return {"num_cpus": 0} | ({"label_selector": labels} if labels else {})
+
+
 def build(args: Settings) -> Application:
     """The application that a Serve configuration's `import_path` names; `args` are its `args`."""
     coordinator = serve.deployment(**coordinator_options(args))(ServedCoordinator).bind(args)
@@ -74,6 +80,6 @@ def build(args: Settings) -> Application:
         name="Ingress",
         num_replicas=1,
         max_ongoing_requests=_ALL,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options=_beside_the_target(args),
     )(make_ingress())
     return ingress.bind(args, coordinator)

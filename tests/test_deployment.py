@@ -50,8 +50,10 @@ KUBERAY = {
     },
     "template": {"metadata", "spec"},
     "spec": {  # a pod's: those in use
-        "containers", "nodeSelector", "terminationGracePeriodSeconds", "tolerations", "volumes",
+        "containers", "nodeSelector", "securityContext", "terminationGracePeriodSeconds",
+        "tolerations", "volumes",
     },
+    "securityContext": {"fsGroup", "fsGroupChangePolicy"},
     "containers": {
         "name", "image", "ports", "env", "resources", "volumeMounts",
     },
@@ -122,9 +124,21 @@ def test_every_yaml_file_loads_and_names_no_key_twice(path: Path) -> None:
 
 def test_the_embedded_serve_configuration_is_the_one_of_its_source(service: Any) -> None:
     embedded = yaml.load(service["spec"]["serveConfigV2"], StrictLoader)
-    assert embedded == load(SOURCE)
     ServeDeploySchema.model_validate(embedded)
-    assert parse_settings(embedded["applications"][0]["args"]) == load_settings(SOURCE)
+    application = embedded["applications"][0]
+    assert parse_settings(application["args"]) == load_settings(SOURCE)
+    assert embedded == load(SOURCE)
+
+
+def test_the_ingress_is_placed_beside_the_target(settings: Settings) -> None:
+    from outrider.deploy.app import build  # here, for torch is slow to import
+
+    def options(settings: Settings) -> Any:
+        return build(settings)._bound_deployment.ray_actor_options
+
+    assert options(settings)["label_selector"] == settings.target.labels != {}
+    unlabelled = parse_settings({"target": {"model": "a/b"}})
+    assert "label_selector" not in options(unlabelled)
 
 
 def test_the_rayservice_uses_fields_that_kuberay_has(service: Any) -> None:
@@ -163,6 +177,37 @@ def test_the_worker_groups_hold_exactly_the_actors_of_the_settings(
     assert sum(node.resources["GPU"] for node in nodes) == total(actors)["GPU"]
     for group in ("target", "draft"):
         assert f"{group} " in (shortage(actors, ray_nodes(service, skipped=group)) or "")
+
+
+def test_every_pod_may_write_the_models(service: Any) -> None:
+    for group in groups(service):
+        spec = group["template"]["spec"]
+        owner = {"fsGroup": 100, "fsGroupChangePolicy": "OnRootMismatch"}  # the image's group
+        assert spec["securityContext"] == owner
+        claims = [volume for volume in spec["volumes"] if "persistentVolumeClaim" in volume]
+        assert {"models"} == {claim["name"] for claim in claims}
+
+
+def test_the_object_store_fits_into_shared_memory_and_that_into_the_pod(service: Any) -> None:
+    gib = 1 << 30
+    for group in groups(service):
+        (shm,) = (
+            volume["emptyDir"]["sizeLimit"]
+            for volume in group["template"]["spec"]["volumes"]
+            if volume["name"] == "shm"
+        )
+        memory = container(group)["resources"]["limits"]["memory"]
+        store = int(group["rayStartParams"]["object-store-memory"])
+        assert 2 * store <= int(shm.removesuffix("Gi")) * gib  # room for NCCL
+        assert 2 * int(shm.removesuffix("Gi")) <= int(memory.removesuffix("Gi"))
+
+
+def test_a_draft_fits_the_smallest_machine_with_an_l4(service: Any) -> None:
+    _, _, draft = groups(service)
+    requests = container(draft)["resources"]["requests"]
+    assert requests == container(draft)["resources"]["limits"]
+    assert float(requests["cpu"]) <= 3.5  # of 4, less what Kubernetes and its daemons take
+    assert int(requests["memory"].removesuffix("Gi")) <= 12  # of 16 GB, likewise
 
 
 def test_nothing_asks_the_head_for_a_worker(service: Any) -> None:
@@ -212,6 +257,15 @@ def test_versions_agree(service: Any) -> None:
         assert container(group)["image"].endswith(f"/outrider:{version}")
 
 
+def test_the_sources_in_the_image_are_not_in_the_way_of_the_installed_package() -> None:
+    lines = (ROOT / "deploy" / "Dockerfile").read_text().splitlines()
+    folders = [line.split()[1] for line in lines if line.startswith("WORKDIR ")]
+    assert len(folders) == 2
+    source, last = map(Path, folders)
+    assert f"RUN mkdir -p {source}" in lines
+    assert last not in (source, source / "outrider") and source.name != "outrider"
+
+
 def test_the_image_copies_all_that_an_install_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     packages = {name.partition(".")[2] for name in project["tool"]["setuptools"]["packages"]}
@@ -230,12 +284,20 @@ def test_prometheus_reads_rays_discovery_file_and_our_rules() -> None:
     assert document["rule_files"] == ["rules.yml"]
 
 
+@pytest.mark.parametrize("alertmanager", [False, True], ids=["as it is", "with an Alertmanager"])
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed (Debian: prometheus)")
-def test_promtool_finds_nothing_wrong() -> None:
+def test_promtool_finds_nothing_wrong(alertmanager: bool, tmp_path: Path) -> None:
     assert PROMTOOL is not None
+    text = (CONFIGS / "prometheus" / "prometheus.yml").read_text()
+    if alertmanager:
+        (lines,) = re.findall(r"^# alerting:\n(?:#.*\n)+", text, re.MULTILINE)
+        text = text.replace(lines, re.sub(r"^# ", "", lines, flags=re.MULTILINE))
+        assert yaml.safe_load(text)["alerting"]["alertmanagers"]
+    path = tmp_path / "prometheus.yml"
+    path.write_text(text)
     # Syntax only: the discovery file is Ray's, and the rules have a test of their own.
-    command = [PROMTOOL, "check", "config", "--syntax-only", "configs/prometheus/prometheus.yml"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    command = [PROMTOOL, "check", "config", "--syntax-only", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
 
 
