@@ -39,6 +39,7 @@ TEXT_FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 _SENTENCE = "text/plain; charset=utf-8"
 _POLL_S = 0.2
+_MOST = 2.0**53  # a float counts no further
 
 ReadSnapshot = Callable[[], Snapshot]
 
@@ -93,20 +94,31 @@ def parse(page: str) -> tuple[str, Counts]:
     """The model's name and the reading that a scraped page shows; ValueError if it shows none."""
     models: set[str] = set()
     counts: dict[str, dict[tuple[str, ...], Value]] = {}
-    for family in text_string_to_metric_families(page):
+    for family in _families(page):
         if (instrument := BY_NAME.get(family.name)) is None:
             continue
         values = counts[instrument.name] = {}
         for sample in family.samples:
+            if missing := set(instrument.labels) - sample.labels.keys():
+                raise ValueError(f"{sample.name} has no label {min(missing)!r}")
             model, *labels = (sample.labels[label] for label in instrument.labels)
             models.add(model)
             _take(values, tuple(labels), instrument, sample)
         for value in values.values():
             if isinstance(value, Histogram):
                 value.counts = [b - a for a, b in pairwise([0, *value.counts])]
+                if min(value.counts) < 0:
+                    raise ValueError(f"the buckets of {instrument.name} do not add up")
     if len(models) != 1:
-        raise ValueError(f"the counts are of {len(models)} models, not of one")
+        raise ValueError(f"its counts are of {len(models)} models, not of one")
     return models.pop(), counts
+
+
+def _families(page: str) -> list[Metric]:
+    try:
+        return list(text_string_to_metric_families(page))
+    except (ValueError, LookupError, ArithmeticError) as error:
+        raise ValueError("it is not in Prometheus' text format") from error
 
 
 def _take(
@@ -116,16 +128,24 @@ def _take(
     sample: Sample,
 ) -> None:
     """Put one sample in its place; buckets as they come, the sum of all up to each."""
+    value = sample.value
+    may_be_broken = instrument.unit == "s" or instrument.kind == "histogram"
+    if not 0 <= value <= _MOST or not (may_be_broken or value == int(value)):  # NaN is not either
+        raise ValueError(f"{sample.name} is {value:g}")
     if instrument.kind != "histogram":
-        values[labels] = sample.value
+        values[labels] = value
         return
     histogram = values.setdefault(labels, Histogram(instrument.buckets))
     assert isinstance(histogram, Histogram)
     if sample.name.endswith("_bucket"):
         bounds = (*instrument.buckets, math.inf)
-        histogram.counts[bounds.index(float(sample.labels["le"]))] = int(sample.value)
+        try:
+            place = bounds.index(float(sample.labels["le"]))
+        except (ValueError, KeyError):
+            raise ValueError(f"{sample.name} has other bounds than ours") from None
+        histogram.counts[place] = int(value)
     elif sample.name.endswith("_sum"):
-        histogram.sum = sample.value
+        histogram.sum = value
 
 
 @dataclass(frozen=True)

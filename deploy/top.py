@@ -73,23 +73,26 @@ class Watch:
 
         Raises UnavailableError, or what else the server told.
         """
-        model, counts = self._read()
-        now = self._clock()
-        last, self._last = self._last, (now, counts)
-        recent = None if last is None else look(counts, last[1], now - last[0])
-        return Frame(model, look(counts), recent)
+        page, now, last = self._scrape(), self._clock(), self._last
+        try:
+            model, counts = parse(page)
+            recent = None if last is None else look(counts, last[1], now - last[0])
+            frame = Frame(model, look(counts), recent)
+        except ValueError as error:
+            raise UnavailableError(
+                f"{self.url}/metrics has no counts of Outrider: {error}"
+            ) from error
+        self._last = (now, counts)
+        return frame
 
-    def _read(self) -> tuple[str, Counts]:
+    def _scrape(self) -> str:
         try:
             response = self._http.get(f"{self.url}/metrics")
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, UnicodeError) as error:  # the latter for hosts such as a..b
             reason = str(error) or type(error).__name__
             raise UnavailableError(f"cannot reach {self.url}: {reason}") from error
         check_status(response)
-        try:
-            return parse(response.text)
-        except (ValueError, KeyError) as error:
-            raise UnavailableError(f"{self.url}/metrics has no counts of Outrider") from error
+        return response.text
 
     def __enter__(self) -> "Watch":
         return self
