@@ -13,6 +13,8 @@ from ray.serve import Application
 from outrider.actors.coordinator import Coordinator
 from outrider.actors.stats import Snapshot
 from outrider.cluster.config import Settings
+from outrider.cluster.errors import UnavailableError
+from outrider.cluster.logs import reporter
 from outrider.cluster.placement import target_bundles
 from outrider.deploy.ingress import make_ingress
 from outrider.deploy.metrics import MetricsServer, serve_metrics
@@ -20,6 +22,8 @@ from outrider.deploy.ray_metrics import make_sinks
 
 _ALL = 100_000  # admission is the scheduler's: Serve must not hold requests back before it
 _SCRAPE_S = 5.0  # a loop that is busy for longer fails the scrape
+_STOP_S = 10  # for open streams, when the coordinator is to end
+_PORT_S = 20.0  # for the coordinator that this one replaces to end, and to leave the port
 
 
 class ServedCoordinator(Coordinator):
@@ -29,14 +33,24 @@ class ServedCoordinator(Coordinator):
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         super().__init__(settings, make_sinks=make_sinks)
-        await self.start()
         loop = asyncio.get_running_loop()
 
         def read() -> Snapshot:
             # On the loop no count is half done.
-            return asyncio.run_coroutine_threadsafe(self.measure(), loop).result(_SCRAPE_S)
+            measured = asyncio.run_coroutine_threadsafe(self.measure(), loop)
+            try:
+                return measured.result(_SCRAPE_S)
+            except TimeoutError:
+                measured.cancel()
+                raise UnavailableError(
+                    f"the coordinator is busy: no answer within {_SCRAPE_S:g} s"
+                ) from None
 
-        self._metrics = serve_metrics(settings, read)
+        # Before anything is loaded: a port that is taken must not cost a load first.
+        self._metrics = await asyncio.to_thread(serve_metrics, settings, read, _PORT_S)
+        if self._metrics is not None:
+            reporter("coordinator")(f"metrics at {self._metrics.url}")
+        await self.start()
 
     def __del__(self) -> None:
         """End the workers when Serve stops the replica in good order."""
@@ -55,7 +69,7 @@ def coordinator_options(settings: Settings) -> dict[str, Any]:
         "health_check_period_s": 5,
         "health_check_timeout_s": 30,
         "graceful_shutdown_wait_loop_s": 1,
-        "graceful_shutdown_timeout_s": 10,
+        "graceful_shutdown_timeout_s": _STOP_S,
         "max_constructor_retry_count": 1,
     }
     bundles, selectors = target_bundles(settings)

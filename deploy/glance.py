@@ -211,7 +211,7 @@ def _look_at(sums: _Sums, draft: str) -> DraftGlance:
     accepted = sums.total("spec_decode_num_accepted_tokens", draft=draft)
     accepted_at = sums.by("spec_decode_num_accepted_tokens_per_pos", "position", draft=draft)
     drafted_at = sums.by("spec_decode_num_draft_tokens_per_pos", "position", draft=draft)
-    positions = sorted((position for position, n in drafted_at.items() if n), key=int)
+    positions = sorted((position for position, n in drafted_at.items() if n and drafts), key=int)
     by_position = tuple(accepted_at.get(position, 0) / drafts for position in positions)
     return DraftGlance(
         name=draft,

@@ -132,7 +132,25 @@ def build_routes(answers: Answers, *, echo_request_id: bool = True) -> FastAPI:
         return _fail(Failure(error.status_code, message, "invalid_request_error", headers=headers))
 
     app.add_middleware(NameRequests, echo=echo_request_id)
+    app.add_middleware(AnswerHead)
     return app
+
+
+class AnswerHead:
+    """Answers HEAD as GET without the body, as HTTP wants of every route that has GET."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "HEAD":
+            return await self._app(scope, receive, send)
+
+        async def send_head(message: Message) -> None:
+            is_body = message["type"] == "http.response.body"
+            await send({**message, "body": b""} if is_body else message)
+
+        await self._app({**scope, "method": "GET"}, receive, send_head)
 
 
 class NameRequests:

@@ -1,32 +1,40 @@
 """`outrider top`: a server's rates in a terminal, over each interval and since its start.
 
 Reads the /metrics that scrapers read: whichever ingress answers, the counts are the coordinator's,
-so that differences of two looks are exact; the metrics.port serves it as well.
+so that differences of two looks are exact; the metrics.port serves it as well. What matters most
+comes first, so that a terminal that is too small cuts the positions of drafts; it says so.
 """
 
 import argparse
 import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable
+from io import TextIOWrapper
 from types import TracebackType
 
 import httpx
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.constrain import Constrain
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
 from outrider.cluster.errors import ConfigError, OutriderError, UnavailableError
 from outrider.deploy import figures
 from outrider.deploy.glance import Counts, Glance, latest, look
+from outrider.deploy.large_print import enlarge
 from outrider.deploy.metrics import parse
 from outrider.deploy.transports import check_status
 
 TIMEOUT_S = 10.0
 
-_NAME, _FIGURE, _BAR = 29, 11, 16  # columns
+_NAME, _FIGURE = 29, 9  # columns of the table of figures, at least
+_DRAFTS = 60  # columns of what is told of drafts, at most
+_LARGE, _BOTH = 70, 80  # columns of a terminal with room for large print, for both side by side
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Watch until interrupted; or print one frame, which is all that a pipe gets."""
+    if isinstance(sys.stdout, TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # not every terminal has every name's letters
     console = Console()
     with Watch(options.url) as server:
         if options.once or not console.is_terminal:
@@ -73,23 +83,26 @@ class Watch:
 
         Raises UnavailableError, or what else the server told.
         """
-        model, counts = self._read()
-        now = self._clock()
-        last, self._last = self._last, (now, counts)
-        recent = None if last is None else look(counts, last[1], now - last[0])
-        return Frame(model, look(counts), recent)
+        page, now, last = self._scrape(), self._clock(), self._last
+        try:
+            model, counts = parse(page)
+            recent = None if last is None else look(counts, last[1], now - last[0])
+            frame = Frame(model, look(counts), recent)
+        except ValueError as error:
+            raise UnavailableError(
+                f"{self.url}/metrics has no counts of Outrider: {error}"
+            ) from error
+        self._last = (now, counts)
+        return frame
 
-    def _read(self) -> tuple[str, Counts]:
+    def _scrape(self) -> str:
         try:
             response = self._http.get(f"{self.url}/metrics")
-        except httpx.HTTPError as error:
+        except (httpx.HTTPError, UnicodeError) as error:  # the latter for hosts such as a..b
             reason = str(error) or type(error).__name__
             raise UnavailableError(f"cannot reach {self.url}: {reason}") from error
         check_status(response)
-        try:
-            return parse(response.text)
-        except (ValueError, KeyError) as error:
-            raise UnavailableError(f"{self.url}/metrics has no counts of Outrider") from error
+        return response.text
 
     def __enter__(self) -> "Watch":
         return self
@@ -104,7 +117,7 @@ class Watch:
 
 
 class Frame:
-    """One look, ready to be printed."""
+    """One look, ready to be printed; in large print and two columns where a terminal has room."""
 
     def __init__(self, model: str, total: Glance, recent: Glance | None) -> None:
         self._model = _printable(model)
@@ -112,65 +125,102 @@ class Frame:
         self._shown = latest(total, recent)
         self._glances = [total] if recent is None else [recent, total]
 
-    def __rich__(self) -> RenderableType:
-        return Group(
-            self._head(),
-            Text(),
-            self._figures(*figures.SPECULATION, *figures.SPEED),
-            Text(),
-            self._drafts(),
-            Text(),
-            self._figures(*figures.WASTE, *figures.TROUBLE),
-            self._load(),
-        )
-
-    def _head(self) -> Text:
-        """The model, the rate, and the load."""
-        shown = self._shown
-        if shown.is_idle:
-            rate = "no traffic yet"
-        elif shown.acceptance_rate is None:
-            rate = f"nothing drafted, {figures.window(shown)}"
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width = options.max_width if console.is_terminal else 0  # a pipe gets plain lines
+        yield self._head(is_large=width >= _LARGE and not options.ascii_only)
+        if width >= _BOTH:
+            yield _beside(self._figures(), self._drafts())
         else:
-            rate = f"{figures.percent(shown.acceptance_rate)} accepted, {figures.window(shown)}"
-        load = ", ".join(f"{say(self._total)} {name}" for name, say in figures.LOAD[:2])
-        return Text.assemble(
-            (f"{self._model}\n", "bold"), (rate, "bold green"), (f"   {load}", "dim")
-        )
+            yield self._figures()
+            yield self._drafts()
 
-    def _figures(self, *rows: figures.Figure) -> Table:
-        table = _table()
+    def _head(self, *, is_large: bool) -> RenderableType:
+        """The model, the rate, and the load."""
+        shown, rate = self._shown, ""
+        if shown.is_idle:
+            words = "no traffic yet"
+        elif shown.acceptance_rate is None:
+            words = f"nothing drafted, {figures.window(shown)}"
+        else:
+            rate = figures.percent(shown.acceptance_rate)
+            words = f"acceptance rate{'' if is_large else f' {rate}'}, {figures.window(shown)}"
+            words += self._since_start(figures.percent(self._total.acceptance_rate))
+            length, total = (
+                figures.decimal(each.mean_acceptance_length) for each in (shown, self._total)
+            )
+            words += f"\nmean acceptance length {length}{self._since_start(total)}"
+        lines = Group(_line(self._model, "bold"), Text(words, "bold green"))
+        load = Text(", ".join(f"{name} {say(self._total)}" for name, say in figures.LOAD))
+        if is_large and rate:
+            return Group(_beside(_line(enlarge(rate), "bold green"), lines), load)
+        return Group(lines, load)
+
+    def _since_start(self, figure: str) -> str:
+        return "" if self._shown is self._total else f" ({figure} since start)"
+
+    def _figures(self) -> Table:
+        """What is wrong, the speed, and wasted work."""
+        table = Table.grid(padding=(0, 2, 0, 0))
         table.add_column(min_width=_NAME)
-        for glance in self._glances:
-            table.add_column(figures.window(glance), justify="right", min_width=_FIGURE)
-        for name, say in rows:
-            table.add_row(name, *(say(glance) for glance in self._glances))
+        for _ in self._glances:
+            table.add_column(justify="right", min_width=_FIGURE)
+        table.add_row("trouble", *map(figures.window, self._glances), style="bold")
+        for name, say in figures.TROUBLE:
+            said = [say(glance) for glance in self._glances]
+            style = "dim" if said[-1] == "0" else "" if said[0] == "0" else "bold red"
+            table.add_row(name, *said, style=style)
+        for title, rows in (
+            ("speed", (*figures.SPECULATION[2:], *figures.SPEED)),  # the others are in the head
+            ("wasted work", figures.WASTE),
+        ):
+            table.add_row(title, style="bold")
+            for name, say in rows:
+                table.add_row(name, *map(say, self._glances))
         return table
 
-    def _drafts(self) -> Table:
-        """Acceptance by draft, and under each by position."""
-        table = _table()
-        table.add_column("accepted", min_width=_NAME)
-        table.add_column(figures.window(self._shown), justify="right", min_width=_FIGURE)
-        table.add_column()
-        table.add_column(no_wrap=True)
-        for draft in self._shown.drafts:
-            name = Text(_printable(draft.name), "bold")
-            rate = draft.acceptance_rate
-            table.add_row(name, figures.percent(rate), _bar(rate), figures.living(draft))
+    def _drafts(self) -> RenderableType:
+        """Acceptance by draft, then of each by position."""
+        drafts = self._shown.drafts
+        if not drafts:
+            return Text("no drafts: plain decoding")
+        title = _line(f"accepted, {figures.window(self._shown)}", "bold")
+        rates, positions = _shares(), _shares()
+        for draft in drafts:
+            name = _line(_printable(draft.name))
+            rates.add_row(name, figures.percent(draft.acceptance_rate))
+            if draft.living < draft.replicas:
+                rates.add_row(f"  {figures.living(draft)}", style="bold red")
+            if len(drafts) > 1 and draft.acceptance_by_position:
+                positions.add_row(name, style="bold")
             for position, share in enumerate(draft.acceptance_by_position, 1):
-                table.add_row(f"  token {position}", figures.percent(share), _bar(share))
-        return table
+                bar = _beside(Text(f"token {position:<2}"), _bar(share), gap=1)
+                positions.add_row(bar, figures.percent(share))
+        return Constrain(Group(title, rates, positions), _DRAFTS)
 
-    def _load(self) -> Text:
-        return Text(", ".join(f"{name} {say(self._total)}" for name, say in figures.LOAD[2:]))
+
+class Fitted:
+    """A frame, cut to the height of the terminal with a last line that says so."""
+
+    def __init__(self, frame: RenderableType) -> None:
+        self._frame = frame
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = console.render_lines(self._frame, options.update(height=None))
+        more = len(lines) - options.size.height
+        if more > 0:
+            lines = lines[: -more - 1]
+        for line in lines:
+            yield from line
+            yield Segment.line()
+        if more > 0:
+            yield _line(f"{more + 1} more lines: make the terminal taller", "reverse")
 
 
 def _watch(server: Watch, interval_s: float, console: Console) -> None:
     """Show a frame after each interval until interrupted; a server that is away is waited for."""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_try(server, interval_s), refresh=True)
+            live.update(Fitted(_try(server, interval_s)), refresh=True)
             time.sleep(interval_s)
 
 
@@ -203,18 +253,31 @@ def _base(url: str) -> str:
     return url
 
 
-def _table() -> Table:
-    return Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+def _beside(left: RenderableType, right: RenderableType, gap: int = 3) -> Table:
+    """Both, the right one as wide as there is room."""
+    table = Table.grid(padding=(0, gap, 0, 0), pad_edge=False, expand=True)
+    table.add_column(no_wrap=True)
+    table.add_column(ratio=1)
+    table.add_row(left, right)
+    return table
 
 
-def _bar(share: float | None) -> RenderableType:
+def _shares() -> Table:
+    """For lines that end with a percentage."""
+    table = Table.grid(padding=(0, 1, 0, 0), pad_edge=False, expand=True)
+    table.add_column(ratio=1)
+    table.add_column(justify="right", no_wrap=True)
+    return table
+
+
+def _line(text: str, style: str = "") -> Text:
+    """Text whose lines are shortened rather than wrapped."""
+    return Text(text, style, no_wrap=True, overflow="ellipsis")
+
+
+def _bar(share: float) -> ProgressBar:
     return ProgressBar(
-        total=1,
-        completed=share or 0,
-        width=_BAR,
-        style="dim",
-        complete_style="green",
-        finished_style="green",
+        total=1, completed=share, style="dim", complete_style="green", finished_style="green"
     )
 
 

@@ -155,7 +155,12 @@ async def test_health_models_and_metrics_answer(http: httpx.AsyncClient, url: st
     settings = (await coordinator().settings.remote()).metrics
     async with httpx.AsyncClient(trust_env=False) as client:
         text = (await client.get(f"http://127.0.0.1:{settings.port}/metrics")).text
-    assert text == (await http.get("/metrics")).text, "the API shows the same page"
+    got = await http.get("/metrics")
+    assert text == got.text, "the API shows the same page"
+    head = await http.head("/metrics")
+    assert head.status_code == 200 and head.content == b""
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert head.headers["content-length"] == str(len(got.content))
     emitted = [
         float(line.split()[-1])
         for line in text.splitlines()

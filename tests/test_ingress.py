@@ -20,6 +20,7 @@ from outrider.cluster.config import parse_settings
 from outrider.cluster.errors import OverloadedError, RequestError, UnavailableError
 from outrider.deploy.client import Client
 from outrider.deploy.ingress import Ingress, make_ingress
+from outrider.deploy.openapi import describe_api
 from outrider.deploy.routes import build_routes, clean_request_id
 from outrider.deploy.schema import ChatBody, CompletionBody
 from outrider.deploy.tokens import read_token
@@ -531,6 +532,21 @@ async def test_routes_that_are_not_there_answer_in_openais_words(coordinator):
             assert response.status_code == status
             assert path in response.json()["error"]["message"]
             assert "x-request-id" in response.headers
+
+
+@pytest.mark.parametrize("illness", [None, UnavailableError("the target is loading")])
+async def test_head_answers_as_get_does_without_the_body(coordinator, illness):
+    coordinator.illness = illness
+    async with client_over(coordinator) as client:
+        paths = [path for path, told in describe_api()["paths"].items() if "get" in told]
+        for path in (*paths, "/v1/models/other", "/openapi.json", "/nowhere", "/v1/completions"):
+            headers = {"x-request-id": "mine-1"}
+            get = await client.get(path, headers=headers)
+            head = await client.head(path, headers=headers)
+            assert (head.status_code, head.headers) == (get.status_code, get.headers)
+            assert get.content and not head.content
+        told = (await client.get("/openapi.json")).json()["paths"]
+        assert not any("head" in operations for operations in told.values())
 
 
 async def test_request_ids_go_through(coordinator):

@@ -1,18 +1,22 @@
 """What a scrape shows is what the coordinator counted."""
 
 import math
-import urllib.error
+import re
+import socket
+import struct
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from outrider.actors.requests import SpeculationCounts
 from outrider.actors.stats import Histogram, Snapshot
 from outrider.cluster.config import Settings
-from outrider.cluster.errors import ConfigError
+from outrider.cluster.errors import ConfigError, UnavailableError
 from outrider.deploy.instruments import INSTRUMENTS
 from outrider.deploy.metrics import MetricsServer, ReadSnapshot, render, serve_metrics
 from outrider.deploy.vllm_names import VLLM_INSTRUMENTS
@@ -133,14 +137,45 @@ def test_a_scrape_reads_the_counts_of_its_moment(served: Serve) -> None:
     assert scrape(server)[key("rounds_total", kind="plain")] == 5
 
 
-def test_a_scrape_fails_when_there_is_nothing_to_read(served: Serve) -> None:
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (UnavailableError("the coordinator has not\nstarted"), "the coordinator has not started\n"),
+        (TimeoutError(), "TimeoutError\n"),
+    ],
+)
+def test_a_scrape_of_what_cannot_be_read_gets_a_sentence_and_prints_nothing(
+    served: Serve, capfd: pytest.CaptureFixture[str], error: Exception, sentence: str
+) -> None:
     """A page of old numbers would look like a coordinator that idles."""
+    now: list[Snapshot] = []
 
-    def nothing() -> Snapshot:
-        raise TimeoutError
+    def read() -> Snapshot:
+        if not now:
+            raise error
+        return now[0]
 
-    with pytest.raises((urllib.error.HTTPError, ConnectionError, OSError)):
-        scrape(served(nothing))
+    server = served(read)
+    with httpx.Client(trust_env=False) as client:
+        refused = client.get(server.url)
+        assert (refused.status_code, refused.text) == (503, sentence)
+        assert refused.headers["content-type"] == "text/plain; charset=utf-8"
+        now.append(snapshot())
+        assert client.get(server.url).status_code == 200, "and then it goes on"
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_scraper_that_goes_away_prints_nothing(
+    served: Serve, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = served(snapshot)
+    for sent in (b"", b"GET /metrics HTTP/1.0\r\n\r\n"):
+        with socket.create_connection(("127.0.0.1", server.port)) as client:
+            client.sendall(sent)
+            reset_at_close = struct.pack("ii", 1, 0)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_at_close)
+    scrape(server)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_metrics_have_no_port_by_default() -> None:
@@ -152,6 +187,34 @@ def test_a_port_that_is_taken_is_one_sentence(served: Serve) -> None:
     port = served(snapshot).port
     with pytest.raises(ConfigError, match=f"127.0.0.1:{port}"):
         serve_metrics(make_settings(port=port), snapshot)
+
+
+def test_a_port_is_waited_for_as_long_as_patience_lasts(served: Serve) -> None:
+    before = served(snapshot)
+    settings = make_settings(port=before.port)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(serve_metrics, settings, snapshot, 60)
+        with pytest.raises(ConfigError, match="in use"):
+            serve_metrics(settings, snapshot, 0.01)
+        assert not waiting.done()
+        before.close()
+        server = waiting.result()
+    assert server is not None and server.port == before.port
+    server.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "shown"), [("localhost", r"(127.0.0.1|\[::1\])"), ("::1", r"\[::1\]")]
+)
+def test_a_server_tells_where_it_is(host: str, shown: str) -> None:
+    settings = Settings.model_validate(
+        {"target": {"model": "a/b"}, "metrics": {"host": host, "port": 0}}
+    )
+    server = serve_metrics(settings, snapshot)
+    assert server is not None
+    assert re.fullmatch(rf"http://{shown}:{server.port}/metrics", server.url)
+    assert httpx.get(server.url, trust_env=False).status_code == 200
+    server.close()
 
 
 def test_a_closed_server_frees_its_port() -> None:
