@@ -89,10 +89,10 @@ TROUBLE: Sequence[Figure] = (
     ("answers ended by an error", lambda glance: whole(glance.errors)),
     ("answers refused, queue full", lambda glance: whole(glance.refused)),
 )
+LOST = "the target is lost, and being rebuilt"
 LOAD: Sequence[Figure] = (  # of this moment
     ("running", lambda glance: whole(glance.running)),
     ("queued", lambda glance: whole(glance.waiting)),
     ("cache rows", lambda glance: f"{glance.running} of {glance.rows}"),
     ("draft replicas living", _living),
-    ("target", lambda glance: "ready" if glance.is_ready else "lost, being rebuilt"),
 )

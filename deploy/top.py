@@ -149,7 +149,10 @@ class Frame:
                 figures.decimal(each.mean_acceptance_length) for each in (shown, self._total)
             )
             words += f"\nmean acceptance length {length}{self._since_start(total)}"
-        lines = Group(_line(self._model, "bold"), Text(words, "bold green"))
+        name = _line(self._model, "bold")
+        if not self._total.is_ready:
+            name = _line(f"{figures.LOST}: {self._model}", "bold red")
+        lines = Group(name, Text(words, "bold green"))
         load = Text(", ".join(f"{name} {say(self._total)}" for name, say in figures.LOAD))
         if is_large and rate:
             return Group(_beside(_line(enlarge(rate), "bold green"), lines), load)

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -107,6 +108,16 @@ async def test_the_page_shows_the_last_minute_beside_the_time_since_the_start() 
     assert f"<title>big: {rate} accepted - Outrider</title>" in second.text
     for words in ("3 running, 2 queued", "cache rows 3 of 16", "draft replicas living 4 of 5"):
         assert words in said
+
+
+async def test_a_lost_target_is_said_beside_the_load() -> None:
+    coordinator, ready = FakeCoordinator(), served(4)
+    async with client_over(coordinator, Clock()) as client:
+        for is_ready in (True, False):
+            levels = replace(ready.levels, is_ready=is_ready)
+            coordinator.snapshot = Snapshot(ready.stats, levels)
+            said = text_of((await client.get("/status")).text)
+            assert ("2 queued: the target is lost, and being rebuilt" in said) is not is_ready
 
 
 async def test_scrapes_are_remembered_for_the_page() -> None:

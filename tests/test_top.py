@@ -228,6 +228,14 @@ def edited(pattern: str, replacement: str) -> httpx.Response:
     return httpx.Response(200, text=text)
 
 
+def test_a_lost_target_is_the_first_thing_that_is_said() -> None:
+    assert figures.LOST not in "\n".join(shown(page((4, 2)), 80, 24))
+    lost = edited(r"outrider_target_ready(.*) 1.0", r"outrider_target_ready\1 0.0").content
+    lines = shown(lost, 80, 24)
+    assert f"{figures.LOST}: big" in lines[0]
+    assert "more lines" not in "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     "url", ["host:8000", "http://host:8000/", "http://host:8000/v1", "host:8000/metrics"]
 )
