@@ -22,8 +22,8 @@ def render_status(model: str, total: Glance, recent: Glance | None) -> str:
         "page",
         title=f"{model}: {'no traffic yet' if total.is_idle else f'{rate} accepted'} - Outrider",
         model=model,
-        load=", ".join(f"{say(total)} {name}" for name, say in figures.LOAD[:2])
-        + ("" if total.is_ready else f": {figures.LOST}"),
+        load=", ".join(f"{say(total)} {name}" for name, say in figures.LOAD[:2]),
+        lost=figures.LOST,
         shown=shown,
         total=total,
         recent=recent,

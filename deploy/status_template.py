@@ -2,10 +2,11 @@
 
 STYLE = """
 :root { color-scheme: light dark; --ground: #fff; --panel: #f4f5f7; --ink: #16181d;
-  --quiet: #565c67; --line: #d9dce2; --bar: #2563c9; --track: #e0e3e9; }
+  --quiet: #565c67; --line: #d9dce2; --bar: #2563c9; --track: #e0e3e9;
+  --alarm: #b3261e; }
 @media (prefers-color-scheme: dark) {
   :root { --ground: #121417; --panel: #1b1e23; --ink: #eceef1; --quiet: #a3aab6;
-    --line: #30353d; --bar: #6ea1f5; --track: #2b3038; }
+    --line: #30353d; --bar: #6ea1f5; --track: #2b3038; --alarm: #ff8a80; }
 }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 68rem; padding: 1rem; background: var(--ground);
@@ -18,6 +19,7 @@ h1 { margin: 0; font-size: 1.1rem; }
 h2 { margin: 0 0 .5rem; font-size: 1rem; }
 p { margin: 0; }
 .quiet, th { color: var(--quiet); font-weight: 400; }
+.alarm { margin-top: 1rem; color: var(--alarm); font-weight: 700; }
 .hero { margin: 1rem 0; padding: 1.25rem; background: var(--panel); border-radius: .75rem; }
 .rate { font-size: clamp(3.5rem, 16vw, 7rem); font-weight: 700; line-height: 1.1;
   letter-spacing: -.03em; }
@@ -102,6 +104,9 @@ PAGE = """
 <p class="quiet">Outrider: {{ load }}</p>
 </header>
 <main>
+{%- if not total.is_ready %}
+<p class="alarm" role="status">{{ lost | capitalize }}.</p>
+{%- endif %}
 <section class="hero" aria-labelledby="rate">
 <h2 id="rate">Acceptance rate</h2>
 {% if shown.is_idle -%}

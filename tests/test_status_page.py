@@ -110,14 +110,15 @@ async def test_the_page_shows_the_last_minute_beside_the_time_since_the_start() 
         assert words in said
 
 
-async def test_a_lost_target_is_said_beside_the_load() -> None:
+async def test_a_lost_target_is_said_first() -> None:
     coordinator, ready = FakeCoordinator(), served(4)
     async with client_over(coordinator, Clock()) as client:
         for is_ready in (True, False):
             levels = replace(ready.levels, is_ready=is_ready)
             coordinator.snapshot = Snapshot(ready.stats, levels)
             said = text_of((await client.get("/status")).text)
-            assert ("2 queued: the target is lost, and being rebuilt" in said) is not is_ready
+            alarm = "2 queued The target is lost, and being rebuilt. Acceptance rate"
+            assert (alarm in said) is not is_ready
 
 
 async def test_scrapes_are_remembered_for_the_page() -> None:
