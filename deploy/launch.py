@@ -174,8 +174,13 @@ def _start_ray(file: ServeFile, address: str | None, report: Report) -> None:
     except SystemExit:
         raise KeyboardInterrupt from None  # Ray's own SIGTERM handler
     except Exception as error:  # whatever goes wrong in there, it is the end; say what
-        what = "start Ray" if address is None else f"connect to the Ray cluster at {address}"
-        raise UnavailableError(f"cannot {what}: {_last_line(str(error))}") from error
+        reason = _last_line(str(error))
+        if address is None:
+            raise UnavailableError(f"cannot start Ray: {reason}") from error
+        raise UnavailableError(
+            f"cannot connect to the Ray cluster at {address}: {reason} (a cluster that asks for a "
+            "token wants RAY_AUTH_MODE=token and its ~/.ray/auth_token here, too)"
+        ) from error
 
 
 @contextlib.contextmanager
