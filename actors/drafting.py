@@ -6,6 +6,7 @@ the pace's; lives and deaths are the pool's.
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -196,7 +197,10 @@ class PooledDraft:
         for member, ledger in zip(self._pool.members, self._ledgers, strict=False):
             held = ledger.forget(sequences)
             if held and member.is_living:
-                task = asyncio.create_task(self._free(member, held))
+                # Not in the context of a request that was given up: Ray would take the call for a
+                # part of it, cancel it, too, and so lose the member.
+                context = contextvars.Context()
+                task = asyncio.create_task(self._free(member, held), context=context)
                 self._frees.add(task)
                 task.add_done_callback(self._frees.discard)
 

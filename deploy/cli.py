@@ -134,7 +134,9 @@ def _port(text: str) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    print("outrider:", " ".join(str(error).split()), file=sys.stderr)
+    # What others said may be in it: nothing there may steer the terminal.
+    sentence = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
+    print("outrider:", sentence, file=sys.stderr)
     return code
 
 

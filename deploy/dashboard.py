@@ -26,11 +26,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--runbooks",
+        type=_address,
         default=RUNBOOKS,
         metavar="URL",
         help="with --rules: where people read your docs/operating.md, for links in alerts",
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here, not to stdout")
+
+
+def _address(text: str) -> str:
+    if not text or "{{" in text or "#" in text or not text.isprintable():
+        raise argparse.ArgumentTypeError(f"{text!r} is no address of a page (without #...)")
+    return text
 
 
 def run(options: argparse.Namespace) -> int:

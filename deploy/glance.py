@@ -5,7 +5,7 @@ or since the start. Every rate is a ratio of two sums, as README's section Rates
 None where there was nothing to divide by.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from outrider.actors.stats import Histogram, Snapshot
@@ -174,24 +174,30 @@ class _Sums:
 
     def total(self, name: str, **where: str) -> float:
         """The sum over all series with these labels."""
-        places = {self._place(name, label): value for label, value in where.items()}
-        return sum(
-            value
-            for labels, value in self._values(name).items()
-            if not isinstance(value, Histogram)
-            and all(labels[place] == wanted for place, wanted in places.items())
-        )
+        return sum(value for _, value in self._matching(name, where))
 
     def by(self, name: str, label: str, **where: str) -> dict[str, float]:
         """The same for each value of `label`, in the order of the reading."""
         place = self._place(name, label)
-        keys = dict.fromkeys(labels[place] for labels in self._values(name))
-        return {key: self.total(name, **{label: key}, **where) for key in keys}
+        sums: dict[str, float] = {}
+        for labels, value in self._matching(name, where):
+            sums[labels[place]] = sums.get(labels[place], 0) + value
+        return sums
 
     def median(self, name: str) -> float | None:
         """Of a histogram without labels."""
         histogram = self._values(name).get(())
         return quantile(histogram, 0.5) if isinstance(histogram, Histogram) else None
+
+    def _matching(
+        self, name: str, where: Mapping[str, str]
+    ) -> Iterator[tuple[tuple[str, ...], float]]:
+        places = {self._place(name, label): value for label, value in where.items()}
+        for labels, value in self._values(name).items():
+            if not isinstance(value, Histogram) and all(
+                labels[place] == wanted for place, wanted in places.items()
+            ):
+                yield labels, value
 
     def _values(self, name: str) -> Values:
         return self._counts.get(f"outrider_{name}", {})

@@ -27,6 +27,7 @@ import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve import Application
+from ray.serve.context import _get_global_client
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview
 
 from outrider.cluster.config import Settings
@@ -40,6 +41,7 @@ _STOP_SERVE_S = 8.0
 _STOP_PROCESSES_S = 5.0
 _POLL_S = 0.2
 _CONNECT_S = 5.0
+_EVERYWHERE = ("0.0.0.0", "::")
 _OWN_ERROR = re.compile(r"\b(?:ConfigError|WorkerLostError|UnavailableError): (.+)$", re.MULTILINE)
 
 
@@ -95,9 +97,12 @@ def serving(
 def check_port(host: str, port: int, setting: str = "--host and --port") -> None:
     """UnavailableError when nobody can listen there: Serve's proxies would share a port in use."""
     try:
-        with socket.create_server((host, port)):
+        family, *_, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.create_server(address[:2], family=family):
             return
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:
         number = getattr(error, "errno", None)
         reason = os.strerror(number) if number and number > 0 else str(error)
         if number == errno.EADDRINUSE and not _is_listening(host, port):
@@ -207,6 +212,8 @@ def _application(
     try:
         report(f"deploying {file.settings.model_name}")
         _start_serve(file)
+        if address is not None:
+            _check_http_options(file)
         target = serve.RunTarget(build(file.settings), file.name, file.route_prefix)
         serve.run_many(
             [target],
@@ -228,6 +235,18 @@ def _start_serve(file: ServeFile) -> None:
             "Ray Serve could not start its HTTP proxy in time: the machine may be overloaded; "
             "try again"
         ) from error
+
+
+def _check_http_options(file: ServeFile) -> None:
+    """UnavailableError if Serve ran before and listens elsewhere: it keeps the options it has."""
+    client = _get_global_client()
+    assert client is not None, "Serve was started above"
+    running = client.http_config
+    if running.port != file.port or running.host not in (file.host, *_EVERYWHERE):
+        raise UnavailableError(
+            f"Serve runs on that cluster already, at {running.host}:{running.port}: say so with "
+            "--host and --port, or end it with `serve shutdown`"
+        )
 
 
 def _wait_until_ready(

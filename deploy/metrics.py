@@ -109,7 +109,9 @@ def parse(page: str) -> tuple[str, Counts]:
                 value.counts = [b - a for a, b in pairwise([0, *value.counts])]
                 if min(value.counts) < 0:
                     raise ValueError(f"the buckets of {instrument.name} do not add up")
-    if len(models) != 1:
+    if not models:
+        raise ValueError("nothing on it is named so")
+    if len(models) > 1:
         raise ValueError(f"its counts are of {len(models)} models, not of one")
     return models.pop(), counts
 
@@ -185,9 +187,10 @@ def serve_metrics(
         try:
             server = _Server(host, port, _app(settings, read))
             break
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() >= end:
-                reason = error.strerror or error
+        except (OSError, UnicodeError) as error:  # the latter for hosts such as a..b
+            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
+            if not is_taken or time.monotonic() >= end:
+                reason = getattr(error, "strerror", None) or error
                 raise ConfigError(f"metrics: cannot serve on {host}:{port}: {reason}") from error
         time.sleep(_POLL_S)
     thread = Thread(target=server.serve_forever, name="metrics", daemon=True)
@@ -196,12 +199,15 @@ def serve_metrics(
 
 
 class _Handler(WSGIRequestHandler):
+    timeout = 10  # seconds for a client that says nothing: its thread is ours
+
     def log_message(self, format: str, *args: object) -> None:
         """Nobody reads a line for each scrape."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, host: str, port: int, app: "WSGIApplication") -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

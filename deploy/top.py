@@ -7,7 +7,6 @@ comes first, so that a terminal that is too small cuts the positions of drafts; 
 
 import argparse
 import contextlib
-import math
 import sys
 import time
 from collections.abc import Callable
@@ -31,6 +30,8 @@ from outrider.deploy.metrics import parse
 from outrider.deploy.transports import check_status
 
 TIMEOUT_S = 10.0
+_MOST_BYTES = 2**24
+_LONGEST_S = 86_400.0
 
 _NAME, _FIGURE = 29, 9  # columns of the table of figures, at least
 _DRAFTS = 60  # columns of what is told of drafts, at most
@@ -96,13 +97,19 @@ class Watch:
         return frame
 
     def _scrape(self) -> str:
+        page, begin = bytearray(), self._clock()
         try:
-            response = self._http.get(f"{self.url}/metrics")
+            with self._http.stream("GET", f"{self.url}/metrics") as response:
+                for part in response.iter_bytes():
+                    page += part
+                    if len(page) > _MOST_BYTES or self._clock() - begin > TIMEOUT_S:
+                        raise UnavailableError(f"{self.url}/metrics does not come to an end")
         except (httpx.HTTPError, UnicodeError) as error:  # the latter for hosts such as a..b
             reason = str(error) or type(error).__name__
             raise UnavailableError(f"cannot reach {self.url}: {reason}") from error
-        check_status(response)
-        return response.text
+        text = page.decode("utf-8", "replace")
+        check_status(httpx.Response(response.status_code, text=text))
+        return text
 
     def __enter__(self) -> "Watch":
         return self
@@ -237,7 +244,7 @@ def _try(server: Watch, interval_s: float) -> RenderableType:
 
 def _seconds(text: str) -> float:
     seconds = float(text)
-    if not 0 < seconds < math.inf:
+    if not 0 < seconds <= _LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text} is no time to wait")
     return seconds
 

@@ -122,6 +122,26 @@ async def test_clients_that_disconnect_leave_nothing_behind(http: httpx.AsyncCli
     assert (await idle_usage())["free_rows"] == 8
 
 
+async def test_clients_that_disconnect_cost_no_draft(http: httpx.AsyncClient) -> None:
+    """Ray cancels what it takes for a part of a cancelled request: no call to a draft may be."""
+
+    async def losses() -> tuple[int, int]:
+        draft = (await coordinator().snapshot.remote()).drafts["noisy"]
+        return draft.quarantines, draft.counts.num_drafts
+
+    before = await losses()
+    body = {"prompt": [5, 9, 11, 70], "max_tokens": 100, "ignore_eos": True, "stream": True}
+    for _ in range(12):
+        async with http.stream("POST", "/v1/completions", json=body) as response:
+            lines = response.aiter_lines()
+            for _ in range(5):  # by then the draft holds a copy
+                await anext(lines)
+        await idle_usage()  # the copy is freed
+    after = await losses()
+    assert after[0] == before[0]
+    assert after[1] > before[1], "it did draft"
+
+
 async def test_the_same_ids_come_when_the_draft_is_killed_in_mid_stream(
     http: httpx.AsyncClient,
 ) -> None:

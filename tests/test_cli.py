@@ -169,6 +169,17 @@ def test_a_metrics_port_in_use_is_found_out_before_anything_starts(
     assert "metrics.host and metrics.port" in capsys.readouterr().err
 
 
+def test_ports_are_tried_in_the_family_of_their_host() -> None:
+    check_port("::1", 0)
+    check_port("127.0.0.1", 0)
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(UnavailableError, match="cannot listen at ::1"):
+            check_port("::1", port)
+    with pytest.raises(UnavailableError, match=r"cannot listen at a\.\.b"):
+        check_port("a..b", 0)
+
+
 def test_a_cluster_that_is_not_there_is_found_out_in_seconds(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

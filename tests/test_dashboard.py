@@ -171,6 +171,13 @@ def test_runbooks_are_links_where_an_address_is_given(capsys: pytest.CaptureFixt
     assert f"runbook_url: {address}#outridertargetlost\n" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("address", ["", "http://x/{{", "http://x/doc#a", "http://x/\n"])
+def test_what_is_no_address_of_runbooks_is_refused(address: str) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["dashboard", "--rules", "--runbooks", address])
+    assert ended.value.code == 2
+
+
 def test_alerts_read_only_what_is_recorded() -> None:
     recorded = {rule.get("record") for rule in rules("ray_")}
     for _, query in rule_queries("ray_"):

@@ -12,6 +12,9 @@ import pytest
 from outrider.cluster.config import parse_settings
 from outrider.cluster.errors import ConfigError
 from outrider.deploy.app import ServedCoordinator
+from outrider.deploy.metrics import serve_metrics
+
+from .snapshots import make_settings, snapshot
 
 NOBODYS_HOST = "192.0.2.1"  # RFC 5737
 
@@ -46,6 +49,14 @@ def serve(
             coordinator.__del__()
 
     return start
+
+
+@pytest.mark.parametrize("host", ["a..b", "x" * 70])
+def test_a_host_that_is_none_is_one_sentence(host: str) -> None:
+    settings = make_settings()
+    metrics = settings.metrics.model_copy(update={"host": host})
+    with pytest.raises(ConfigError, match="metrics: cannot serve on"):
+        serve_metrics(settings.model_copy(update={"metrics": metrics}), snapshot)
 
 
 async def test_while_it_loads_a_scrape_gets_a_sentence(serve) -> None:

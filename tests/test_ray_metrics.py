@@ -30,7 +30,7 @@ class FakeMetric:
 
     def key(self, tags: dict[str, str]) -> tuple[str, ...]:
         assert tuple(tags) == self.tag_keys
-        assert all(isinstance(value, str) for value in tags.values())
+        assert all(isinstance(value, str) and value.isascii() for value in tags.values())
         return tuple(tags.values())
 
 
@@ -102,6 +102,14 @@ def test_every_instrument_has_the_snapshots_value() -> None:
         told = made[instrument.name.replace(":", "_")]
         assert told.values, instrument.name
         check_told(instrument, told, now)
+
+
+def test_names_in_other_alphabets_are_told_as_escapes() -> None:
+    made, classes = fake_classes()
+    RaySink("modèle 千", INSTRUMENTS, classes).write(snapshot())
+    for instrument in INSTRUMENTS:
+        for model, *_ in made[instrument.name].values:
+            assert model == r"mod\xe8le \u5343"
 
 
 def test_growth_is_told_once_however_often_it_is_written() -> None:

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -311,6 +311,38 @@ def test_whatever_a_page_says_it_is_shown_or_refused_in_one_sentence(
         assert "http://host:8000/metrics has no counts of Outrider: " in str(error)
     else:
         assert printed(frame)
+
+
+class Endless(httpx.SyncByteStream):
+    """A body that never ends."""
+
+    def __init__(self, part: bytes, server: Server | None = None) -> None:
+        self.part = part
+        self.server = server
+
+    def __iter__(self) -> Iterator[bytes]:
+        while True:
+            if self.server is not None:
+                self.server.now += 1
+            yield self.part
+
+
+def test_a_page_without_end_is_given_up_by_size_and_by_time() -> None:
+    server = Server()
+    server.pages = [
+        httpx.Response(200, stream=Endless(b"x" * 2**20)),
+        httpx.Response(200, stream=Endless(b"x", server)),
+    ]
+    for _ in range(2):
+        with pytest.raises(UnavailableError, match="does not come to an end"):
+            server.watch().look()
+
+
+def test_what_charset_a_server_claims_does_not_matter() -> None:
+    for charset in ("utf-16", "rot13", "none"):
+        headers = {"content-type": f"text/plain; charset={charset}"}
+        server = Server(httpx.Response(200, content=page((4, 2)), headers=headers))
+        server.watch().look()
 
 
 def test_a_page_that_cannot_be_read_leaves_the_interval_open() -> None:
