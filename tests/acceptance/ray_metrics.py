@@ -92,13 +92,17 @@ def start(name: str) -> Any:
 def watch(prometheus: Prometheus) -> None:
     first, second = start("one"), start("two")
     wait_for_births(prometheus, 2)
-    lives = ray.get([first.work.remote(1), second.work.remote(2)])
+    ray.get(
+        [first.work.remote(1), second.work.remote(2)]
+    )  # growth of counters, births of histograms
     wait_for_rounds(prometheus, 80)
+    lives = ray.get([first.work.remote(3), second.work.remote(4)])
+    wait_for_rounds(prometheus, 160)
     ray.kill(second)
     second = start("two")
     wait_for_births(prometheus, 3)
-    lives.append(ray.get(second.work.remote(3)))
-    wait_for_rounds(prometheus, 120)
+    lives.append(ray.get(second.work.remote(5)))
+    wait_for_rounds(prometheus, 200)
     check_totals(prometheus, Coordinator(levels(), lives))
     check_acceptance(prometheus)
     check_data(prometheus)
