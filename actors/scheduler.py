@@ -185,8 +185,8 @@ class Scheduler:
         """Commit every outcome; the rows of finished sequences are free afterwards."""
         stats = self._stats
         rounds = stats.rounds[batch.kind]
-        rounds.rounds += 1
-        rounds.rows += len(batch.sequences)
+        rounds.num_rounds += 1
+        rounds.num_rows += len(batch.sequences)
         rounds.verify_seconds += outcomes.seconds
         deltas = []
         for i, (sequence, block) in enumerate(zip(batch.sequences, batch.blocks, strict=True)):

@@ -119,8 +119,8 @@ class DraftStats:
 class RoundStats:
     """What rounds of one kind did, and took."""
 
-    rounds: int = 0  # passes of the target that came to an end
-    rows: int = 0  # in them
+    num_rounds: int = 0  # passes of the target that came to an end
+    num_rows: int = 0  # in them
     seconds: float = 0.0  # whole rounds, from plan to publication
     draft_wait_seconds: float = 0.0  # of them, asking drafts and waiting for proposals
     verify_seconds: float = 0.0  # of them, in the pass, as the target measured it
@@ -156,7 +156,7 @@ class Stats:
     @property
     def num_rounds(self) -> int:
         """Rounds, of whatever kind."""
-        return sum(kind.rounds for kind in self.rounds.values())
+        return sum(kind.num_rounds for kind in self.rounds.values())
 
     @property
     def round_seconds(self) -> float:

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from outrider.cluster.errors import ConfigError, OutriderError
+from outrider.deploy.terminal import one_line
 
 if TYPE_CHECKING:
     from outrider.deploy.launch import Build
@@ -134,9 +135,7 @@ def _port(text: str) -> int:
 
 
 def _fail(error: Exception, code: int) -> int:
-    # What others said may be in it: nothing there may steer the terminal.
-    sentence = "".join(c if c.isprintable() else "?" for c in " ".join(str(error).split()))
-    print("outrider:", sentence, file=sys.stderr)
+    print("outrider:", one_line(error), file=sys.stderr)
     return code
 
 

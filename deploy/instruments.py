@@ -155,12 +155,12 @@ INSTRUMENTS = (
     _counter(
         "rounds", "",
         "Passes of the target that came to an end.",
-        of_rounds(lambda rounds: rounds.rounds),
+        of_rounds(lambda rounds: rounds.num_rounds),
     ),
     _counter(
         "round_rows", "",
         "Sequences in those passes.",
-        of_rounds(lambda rounds: rounds.rows),
+        of_rounds(lambda rounds: rounds.num_rows),
     ),
     _counter(
         "round_seconds", "s",

@@ -213,7 +213,7 @@ def _application(
         report(f"deploying {file.settings.model_name}")
         _start_serve(file)
         if address is not None:
-            _check_http_options(file)
+            check_http_options(file)
         target = serve.RunTarget(build(file.settings), file.name, file.route_prefix)
         serve.run_many(
             [target],
@@ -237,9 +237,9 @@ def _start_serve(file: ServeFile) -> None:
         ) from error
 
 
-def _check_http_options(file: ServeFile) -> None:
+def check_http_options(file: ServeFile) -> None:
     """UnavailableError if Serve ran before and listens elsewhere: it keeps the options it has."""
-    client = _get_global_client()
+    client = _get_global_client()  # Serve tells nobody else where it listens
     assert client is not None, "Serve was started above"
     running = client.http_config
     if running.port != file.port or running.host not in (file.host, *_EVERYWHERE):

@@ -56,18 +56,17 @@ def chosen_instruments(metrics: MetricsSpec) -> tuple[Instrument, ...]:
 
 
 class SnapshotCollector(Collector):
-    """Shows what `read` returns at each scrape, in the scrape's thread."""
+    """Shows one snapshot."""
 
-    def __init__(self, model: str, instruments: Iterable[Instrument], read: ReadSnapshot) -> None:
+    def __init__(self, model: str, instruments: Iterable[Instrument], snapshot: Snapshot) -> None:
         self._model = model
         self._instruments = instruments
-        self._read = read
+        self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family once, all of the same snapshot."""
-        snapshot = self._read()
+        """Yield every family once."""
         for instrument in self._instruments:
-            yield _family(instrument, self._model, snapshot)
+            yield _family(instrument, self._model, self._snapshot)
 
 
 def _family(instrument: Instrument, model: str, snapshot: Snapshot) -> Metric:
@@ -87,7 +86,7 @@ def _family(instrument: Instrument, model: str, snapshot: Snapshot) -> Metric:
 
 def render(settings: Settings, snapshot: Snapshot) -> bytes:
     """The page that a scrape gets."""
-    return generate_latest(_registry(settings, lambda: snapshot))
+    return generate_latest(_registry(settings, snapshot))
 
 
 def parse(page: str) -> tuple[str, Counts]:
@@ -228,14 +227,14 @@ def _app(settings: Settings, read: ReadSnapshot) -> "WSGIApplication":
             start_response("503 Service Unavailable", [("Content-Type", _SENTENCE)])
             return [f"{sentence}\n".encode()]
         # In the format that the scraper asks for.
-        show: WSGIApplication = make_wsgi_app(_registry(settings, lambda: snapshot))
+        show: WSGIApplication = make_wsgi_app(_registry(settings, snapshot))
         return show(environ, start_response)
 
     return app
 
 
-def _registry(settings: Settings, read: ReadSnapshot) -> CollectorRegistry:
+def _registry(settings: Settings, snapshot: Snapshot) -> CollectorRegistry:
     registry = CollectorRegistry()
     instruments = chosen_instruments(settings.metrics)
-    registry.register(SnapshotCollector(settings.model_name, instruments, read))
+    registry.register(SnapshotCollector(settings.model_name, instruments, snapshot))
     return registry

@@ -95,9 +95,9 @@ class Queries:
 
     # Time.
 
-    def per(self, seconds: str, count: str, *by: str) -> str:
-        """Mean seconds for one of what another counter counts."""
-        return ratio(self.rate(seconds, *by), self.rate(count, *by))
+    def per(self, what: str, count: str, *by: str, where: tuple[str, ...] = ()) -> str:
+        """Mean of a counter for one of what another counts."""
+        return ratio(self.rate(what, *by, where=where), self.rate(count, *by, where=where))
 
     def overhead(self, *where: str) -> str:
         """Seconds per second in rounds, but neither in drafts nor in passes."""
@@ -110,16 +110,12 @@ class Queries:
         Plain ones are rare, and mostly of the few sequences that are about to end.
         """
         usual = self.over(LONG)
-        measured = usual.mean_of_rounds("verify_seconds", _PLAIN)
-        batch = usual.mean_of_rounds("round_rows", _PLAIN)
-        now = self.mean_of_rounds("round_rows", _DECODING)
+        measured = usual.per("verify_seconds", "rounds", where=(_PLAIN,))
+        batch = usual.per("round_rows", "rounds", where=(_PLAIN,))
+        now = self.per("round_rows", "rounds", where=(_DECODING,))
         is_alike = f"{batch} > 0.5 * {now} and {batch} < 2 * {now}"
-        otherwise = self.mean_of_rounds("verify_seconds", _DECODING)
+        otherwise = self.per("verify_seconds", "rounds", where=(_DECODING,))
         return f"({measured} and ({is_alike}) or {otherwise})"
-
-    def mean_of_rounds(self, name: str, kind: str) -> str:
-        """What a round of a kind has of something, on average."""
-        return ratio(self.rate(name, where=(kind,)), self.rate("rounds", where=(kind,)))
 
     def _plain_time(self) -> str:
         """Seconds per second that as many rounds would have taken without drafts."""

@@ -1,4 +1,4 @@
-"""Terminal: of all that Ray's processes write, shows Outrider's own lines, and only those.
+"""What may reach a terminal: no control characters, and of what Ray writes, Outrider's own lines.
 
 Ray forwards its workers' output to this process's stdout and stderr with a prefix such as
 `(TargetWorker pid=7) `. The rest of it stays in Ray's log files.
@@ -14,6 +14,16 @@ _PREFIX = re.compile(
     r"(?:\x1b\[\d*m)*\((?:[^()]*\bpid=|raylet|autoscaler)[^()]*\)(?:\x1b\[\d*m)* ?"
 )
 _OWN = "outrider: "  # what cluster/logs.py begins its lines with
+
+
+def printable(text: str) -> str:
+    """The text, which may come from anyone, without what could steer the terminal."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+
+def one_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    return printable(" ".join(str(error).split()))
 
 
 @contextlib.contextmanager

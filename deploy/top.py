@@ -27,6 +27,7 @@ from outrider.deploy import figures
 from outrider.deploy.glance import Counts, Glance, latest, look
 from outrider.deploy.large_print import enlarge
 from outrider.deploy.metrics import parse
+from outrider.deploy.terminal import one_line, printable
 from outrider.deploy.transports import check_status
 
 TIMEOUT_S = 10.0
@@ -127,7 +128,7 @@ class Frame:
     """One look, ready to be printed; in large print and two columns where a terminal has room."""
 
     def __init__(self, model: str, total: Glance, recent: Glance | None) -> None:
-        self._model = _printable(model)
+        self._model = printable(model)
         self._total = total
         self._shown = latest(total, recent)
         self._glances = [total] if recent is None else [recent, total]
@@ -196,7 +197,7 @@ class Frame:
         title = _line(f"accepted, {figures.window(self._shown)}", "bold")
         rates, positions = _shares(), _shares()
         for draft in drafts:
-            name = _line(_printable(draft.name))
+            name = _line(printable(draft.name))
             rates.add_row(name, figures.percent(draft.acceptance_rate))
             if draft.living < draft.replicas:
                 rates.add_row(f"  {figures.living(draft)}", style="bold red")
@@ -238,8 +239,7 @@ def _try(server: Watch, interval_s: float) -> RenderableType:
     try:
         return server.look()
     except OutriderError as error:
-        sentence = _printable(" ".join(str(error).split()))
-        return Text(f"{sentence}; trying again every {interval_s:g} s")
+        return Text(f"{one_line(error)}; trying again every {interval_s:g} s")
 
 
 def _seconds(text: str) -> float:
@@ -289,8 +289,3 @@ def _bar(share: float) -> ProgressBar:
     return ProgressBar(
         total=1, completed=share, style="dim", complete_style="green", finished_style="green"
     )
-
-
-def _printable(name: str) -> str:
-    """Names come from elsewhere: nothing in them may steer the terminal."""
-    return "".join(letter if letter.isprintable() else "?" for letter in name)

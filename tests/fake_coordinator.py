@@ -81,7 +81,9 @@ class FakeCoordinator:
         self._script = script
         self._card = card
         self.illness = illness
-        self.snapshot = Snapshot(Stats(rounds={"plain": RoundStats(rounds=7)}), Levels(waiting=2))
+        self.snapshot = Snapshot(
+            Stats(rounds={"plain": RoundStats(num_rounds=7)}), Levels(waiting=2)
+        )
         self.requests: list[GenerateRequest] = []
         self.streams: list[FakeStream] = []
         self.generate = _Method(self._generate)

@@ -48,8 +48,8 @@ def serve(stats: Stats, seed: int, num_rounds: int = 40) -> None:
     for _ in range(num_rounds):
         drafted = coin.randint(0, 4)
         rounds = stats.rounds["block" if drafted else "plain"]
-        rounds.rounds += 1
-        rounds.rows += 1
+        rounds.num_rounds += 1
+        rounds.num_rows += 1
         rounds.seconds += 0.5
         rounds.draft_wait_seconds += 0.125
         rounds.verify_seconds += 0.25

@@ -5,6 +5,7 @@ import json
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,8 +13,11 @@ import openai
 import pytest
 from ray import serve
 
+from outrider.cluster.errors import UnavailableError
 from outrider.deploy.app import build, coordinator_options
 from outrider.deploy.client import Client
+from outrider.deploy.launch import check_http_options
+from outrider.deploy.serve_file import ServeFile
 
 from .conftest import Folders
 from .serving import LOOKUP, make_settings, neural, send, wait_for, worker_pids
@@ -140,6 +144,15 @@ async def test_clients_that_disconnect_cost_no_draft(http: httpx.AsyncClient) ->
     after = await losses()
     assert after[0] == before[0]
     assert after[1] > before[1], "it did draft"
+
+
+def test_a_serve_that_listens_elsewhere_is_told_where(url: str, folders: Folders) -> None:
+    port = int(url.rpartition(":")[2])
+    file = ServeFile(make_settings(folders.target), "other", "/", {}, None)
+    check_http_options(replace(file, http_options={"host": "127.0.0.1", "port": port}))
+    for other in ({"host": "127.0.0.1", "port": port + 1}, {"host": "0.0.0.0", "port": port}):
+        with pytest.raises(UnavailableError, match=f"runs on that cluster already, at .*:{port}:"):
+            check_http_options(replace(file, http_options=other))
 
 
 async def test_the_same_ids_come_when_the_draft_is_killed_in_mid_stream(

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from outrider.actors.stats import DraftStats, Histogram, Levels, MethodStats, Pool, Snapshot, Stats
+from outrider.actors.stats import (
+    DraftStats,
+    Histogram,
+    Levels,
+    MethodStats,
+    Pool,
+    RoundStats,
+    Snapshot,
+    Stats,
+)
 from outrider.deploy.instruments import BY_NAME, INSTRUMENTS, Instrument
 from outrider.deploy.vllm_names import VLLM_INSTRUMENTS
 
@@ -73,9 +82,9 @@ def test_series_are_there_from_the_start_at_zero(instrument: Instrument) -> None
 def test_every_count_has_its_instrument() -> None:
     """Changing any field of the stats changes something that is shown."""
     hidden = {"by_length"}  # each answer tells it
-    for kind in (Stats, DraftStats, MethodStats, Levels, Pool):
+    for kind in (Stats, RoundStats, DraftStats, MethodStats, Levels, Pool):
         names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-        for name in names - {"drafts", "methods", "pools", "counts"} - hidden:
+        for name in names - {"rounds", "drafts", "methods", "pools", "counts"} - hidden:
             source = (Path(__file__).parents[1] / "deploy/instruments.py").read_text("utf-8")
             assert re.search(rf"\.{name}\b", source), f"{kind.__name__}.{name} is never shown"
 
@@ -92,9 +101,9 @@ def test_counts_add_up_over_positions_methods_and_sources() -> None:
     assert accepted == total(f"{stem}_accepted_tokens_per_pos") > 0
     assert total(f"{stem}_draft_tokens") == total(f"{stem}_draft_tokens_per_pos")
     emitted = BY_NAME["outrider_generation_tokens"].read(now)
-    decided = accepted + drafts + now.stats.rounds["plain"].rows
+    decided = accepted + drafts + now.stats.rounds["plain"].num_rows
     assert total("outrider_generation_tokens") == decided - total("outrider_cut_tokens")
-    assert emitted["plain",] == now.stats.rounds["plain"].rows
+    assert emitted["plain",] == now.stats.rounds["plain"].num_rows
 
 
 def test_vllms_names_add_up_ours_over_drafts() -> None:

@@ -133,7 +133,7 @@ def test_a_scrape_reads_the_counts_of_its_moment(served: Serve) -> None:
     stats = fresh()
     server = served(lambda: Snapshot(stats, levels()))
     assert scrape(server)[key("rounds_total", kind="plain")] == 0
-    stats.rounds["plain"].rounds += 5
+    stats.rounds["plain"].num_rounds += 5
     assert scrape(server)[key("rounds_total", kind="plain")] == 5
 
 

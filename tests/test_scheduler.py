@@ -416,7 +416,7 @@ def test_drafts_are_counted_as_verified_and_late_ones_by_reason_only() -> None:
     assert draft.counts.by_length == {3: [0, 0, 1, 0]}
     assert draft.counts == sequence.counts
     assert (stats.num_rounds, stats.emitted_tokens, sequence.num_passes) == (3, 5, 3)
-    assert [stats.rounds[kind].rounds for kind in ("prompt", "block", "plain")] == [1, 0, 2]
+    assert [stats.rounds[kind].num_rounds for kind in ("prompt", "block", "plain")] == [1, 0, 2]
     assert stats.emitted["plain"] == 2
 
 
@@ -489,7 +489,7 @@ def test_rounds_are_counted_by_what_is_in_their_pass() -> None:
     run_round(scheduler, target)  # a prompt of one token is one token of a row
     one.proposal = Proposal("d", len(one.committed), [1])
     run_round(scheduler, target)
-    told = {kind: (each.rounds, each.rows) for kind, each in stats.rounds.items()}
+    told = {kind: (each.num_rounds, each.num_rows) for kind, each in stats.rounds.items()}
     assert told == {"prompt": (1, 1), "block": (2, 3), "plain": (2, 3)}
     assert stats.num_rounds == 5
     assert stats.verify_seconds == sum(each.verify_seconds for each in stats.rounds.values()) == 2.5
